@@ -139,6 +139,14 @@ def by_test(test: str, **said: str) -> Evidence:
     return Evidence(lambda run, printed: ours, holds, **said)
 
 
+def by_tests(
+    prefix: str, folder: str, file: str, *names: str, test: str = "", **said: str
+) -> dict[str, list[Evidence]]:
+    """Answer claims, PREFIX.NAME, by tests in FOLDER/test_FILE.py: those of their names, or one."""
+    tests = f"{folder}/test_{file}.py::test"
+    return {f"{prefix}.{name}": [by_test(f"{tests}_{test or name}", **said)] for name in names}
+
+
 @dataclass(frozen=True)
 class Finding:
     """What is reported about one table or claim; `outcome` is None if not attempted."""

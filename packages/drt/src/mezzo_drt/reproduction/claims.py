@@ -17,9 +17,10 @@ The last three are the `bench` command's, which a run at the scale "gpu" measure
 
 import math
 from dataclasses import replace
+from functools import partial
 
 from mezzo_core.reproduction.beside import in_recipes
-from mezzo_core.reproduction.claims import Evidence, by_test, result, timed, trained
+from mezzo_core.reproduction.claims import Evidence, by_tests, result, timed, trained
 from mezzo_core.reproduction.criteria import (
     Bound,
     Criterion,
@@ -55,12 +56,8 @@ PRINTED = "128M PG19 valid"
 _SMALL = "small models, trained at 4,096 tokens: the order alone"
 _BY_SEEDS = "accuracies are held to bounds by a test over seeds, where the mean decided; before: "
 _UNREAD = "models that do not use the length settle nothing; before: "
-
-
-def shown(file: str, *names: str, test: str = "", **said: str) -> dict[str, list[Evidence]]:
-    """Answer claims by the tests of their names in a file, or by one test."""
-    tests = f"packages/drt/tests/test_{file}.py::test"
-    return {f"drt.claim.{name}": [by_test(f"{tests}_{test or name}", **said)] for name in names}
+shown = partial(by_tests, "drt.claim", "packages/drt/tests")
+"""Answers claims by tests of this package, see `by_tests`."""
 
 
 def speeds(name: str, criterion: Criterion) -> list[Evidence]:

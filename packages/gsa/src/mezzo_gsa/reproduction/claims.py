@@ -7,7 +7,7 @@ from functools import partial
 
 from mezzo_core.nn.on_meta import on_meta
 from mezzo_core.reproduction.beside import in_recipes
-from mezzo_core.reproduction.claims import Evidence, by_test, result, trained
+from mezzo_core.reproduction.claims import Evidence, by_tests, result, trained
 from mezzo_core.reproduction.criteria import (
     Bound,
     Criterion,
@@ -42,8 +42,6 @@ H200 = "nvidia-h200"
 TRAINING = f"{H200}/speed_training"
 ABLATION_RATES, T2R_RATES = f"{H200}/ablation_rates", f"{H200}/t2r_rates"
 """Small models at several learning rates."""
-_RECIPES = "packages/gsa/tests/test_recipes.py::test"
-_NO_MAMBA = "Mamba has no recipe of these sizes"
 PPL = "PPL"
 LM_ROUNDED = {
     "tokens": 0.01,
@@ -58,6 +56,8 @@ _MQAR_CHANGED = (
     "bounds are held by a test over seeds, where the value itself decided, and at least as good as "
     "another is at most as much worse as a solved task may be; before: differs"
 )
+shown = partial(by_tests, "gsa.claim", "packages/gsa/tests")
+"""Answers claims by tests of this package, see `by_tests`."""
 
 
 def at_best_rate(name: str, criterion: Criterion, **said: str) -> Evidence:
@@ -89,8 +89,7 @@ _TABLE_1 = Every(best(GATES[0], GLA, RETNET), ratio(GATES[0], HGRN2, (0.97, 1.03
 _TINY = trained(Order((GSA, *GATES[1:])), GSA, *GATES[1:], part="three of the rows")
 ANSWERS = {
     "gsa.table2": [at_best_rate(ABLATION_RATES, Order()), _TINY],
-    "gsa.claim.state_size": [by_test(f"{_RECIPES}_state_size", note=_NO_MAMBA)],
-    "gsa.claim.state_details": [by_test(f"{_RECIPES}_state_details", note=_NO_MAMBA)],
+    **shown("recipes", *("state_size", "state_details"), note="Mamba has no recipe of these sizes"),
     "gsa.claim.table1_order": [at_best_rate(ABLATION_RATES, _TABLE_1, part="the perplexity")],
     "gsa.claim.mqar": [
         result(f"{H200}/{name}", _RECALLS, changed=_MQAR_CHANGED)
@@ -117,7 +116,7 @@ ANSWERS = {
     "gsa.claim.recompute": [result(TRAINING, _RECOMPUTED)],
     "gsa.claim.inference": [result(f"{H200}/speed_generation", best(GSA, GLA, RETNET))],
     "gsa.claim.t2r_order": [at_best_rate(T2R_RATES, best(GSA, GLA, RETNET))],
-    "gsa.claim.gate_params": [by_test(f"{_RECIPES}_gate_params")],
+    **shown("recipes", "gate_params"),
     "gsa.claim.damping": [in_recipes(RECIPES)],
     "gsa.setup.lm": [in_recipes(RECIPES, LM_ROUNDED, parameters=parameters)],
     "gsa.setup.t2r": [in_recipes({"t2r_gsa": partial(t2r, "gsa")}, T2R_ROUNDED)],

@@ -7,10 +7,11 @@ sizes are taken as shares.
 """
 
 from dataclasses import replace
+from functools import partial
 
 from mezzo_core.reproduction import tiny
 from mezzo_core.reproduction.beside import in_recipes
-from mezzo_core.reproduction.claims import Evidence, View, by_test, result, timed, trained, viewed
+from mezzo_core.reproduction.claims import Evidence, View, by_tests, result, timed, trained, viewed
 from mezzo_core.reproduction.criteria import (
     Bound,
     Criterion,
@@ -54,13 +55,14 @@ SHARP = 1.1
 
 PHASES = ("table6", "table7")
 """The speeds of training and of prefilling."""
-_COUNTED = "packages/rat/tests/test_complexity.py::test"
 THROUGHPUT = "throughput, one of the table's columns,"
 _PPL = "perplexity, one of the table's columns,"
 _ORDER = "small models: the order alone"
 _NOT_BY_SPEED = "quality decides, where two columns of speed did; before: agrees"
 _OTHER_SEEDS = "the seed that chose the rates is left out of the test; before: "
 _BY_SEEDS = "bounds are held by a test over seeds, where the value itself decided; before: "
+shown = partial(by_tests, "rat.claim", "packages/rat/tests")
+"""Answers claims by tests of this package, see `by_tests`."""
 
 
 def speeds(
@@ -269,7 +271,7 @@ ANSWERS = {
             changed=f"{_BY_SEEDS}differs",
         )
     ],
-    "rat.claim.reversed_chunks": [by_test(f"{_COUNTED}_reversed_chunks")],
+    **shown("complexity", "reversed_chunks"),
     "rat.claim.fig6_rnn": [
         result(POSITIONS, steady("T=512", FIRST, LAST)),
         trained(steady("T=256", "T=512", "T=2048"), RNN, HYBRID, WINDOWS, by_length=True),
@@ -288,7 +290,7 @@ ANSWERS = {
     "rat.claim.train_time_200m": [
         result("nvidia-h200/train_200m", _TRAIN_TIME, hours, note="the speed of 64 steps, T = 8192")
     ],
-    "rat.claim.flops": [by_test(f"{_COUNTED}_flops")],
+    **shown("complexity", "flops"),
     "rat.setup.200m": [in_recipes(RECIPES, _ROUNDED)],
     "rat.setup.1p3b": [in_recipes(RECIPES, _ROUNDED)],
 }

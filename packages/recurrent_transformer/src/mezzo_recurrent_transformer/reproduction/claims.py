@@ -7,12 +7,13 @@ difference of cross-entropies at its own size, a smaller model can only answer w
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from mezzo_core.nn.on_meta import on_meta
 from mezzo_core.positions import alibi_slopes
 from mezzo_core.reproduction.beside import in_recipes
-from mezzo_core.reproduction.claims import Evidence, by_test, result, timed, trained
+from mezzo_core.reproduction.claims import Evidence, by_tests, result, timed, trained
 from mezzo_core.reproduction.criteria import (
     Bound,
     Criterion,
@@ -48,12 +49,8 @@ COMPRESSION = "compression"
 """A synthetic task whose rows are hardly ever right as a whole: its letters count."""
 
 _SIZE = "a smaller size: the order alone"
-
-
-def shown(file: str, *names: str, **said: str) -> dict[str, list[Evidence]]:
-    """Answer claims by the tests of their names in a file."""
-    tests = f"packages/recurrent_transformer/tests/test_{file}.py::test"
-    return {f"rt.claim.{name}": [by_test(f"{tests}_{name}", **said)] for name in names}
+shown = partial(by_tests, "rt.claim", "packages/recurrent_transformer/tests")
+"""Answers claims by tests of this package, see `by_tests`."""
 
 
 def speeds(name: str, criterion: Criterion) -> list[Evidence]:
