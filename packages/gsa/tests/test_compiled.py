@@ -17,8 +17,7 @@ C = 16
 CONFIGS = {
     "gsa": GSAConfig(2, num_slots=4),
     "abc": ABCConfig(2, num_slots=4),
-    "abc, code": ABCConfig(2, num_slots=4, reading="code", scaled=True),
-    "gated abc": GatedABCConfig(2, num_slots=4),
+    "gated abc": GatedABCConfig(2, num_slots=4),  # by the other reading
     "gla": GLAConfig(2),
     "hgrn2": HGRN2Config(8),
     "retnet": RetNetConfig(2),
