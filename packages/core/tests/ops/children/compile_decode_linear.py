@@ -2,7 +2,7 @@
 
 import torch
 from mezzo_core.ops.decode_linear import triton
-from mezzo_core.testing.compile_only import compile_only
+from mezzo_core.testing.compile_only import compile_apart, compile_only, keep_kernels
 
 
 def launch(N, K, dtype, *, x_dtype=None, bias=False, norm=False):
@@ -10,6 +10,16 @@ def launch(N, K, dtype, *, x_dtype=None, bias=False, norm=False):
     bias = torch.zeros(N, dtype=dtype) if bias else None
     triton.decode_linear_fwd(x, weight, bias, torch.zeros_like(weight[0]) if norm else None, 1e-6)
 
+
+def assemble(name):
+    """Compile a form that is not compiled below; only if it is asked for, it has machine code."""
+    with compile_only(assembled=name == "assembled"), keep_kernels() as kernels:
+        launch(600, 64, torch.bfloat16)
+    assert bool(kernels[0].asm["cubin"]) == (name == "assembled"), name
+
+
+# Both are in Triton's cache then, and neither is taken for the other.
+compile_apart(assemble, ["to PTX", "assembled", "to PTX"])
 
 with compile_only() as compiled:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
