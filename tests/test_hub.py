@@ -123,6 +123,20 @@ def test_recomputed_activations_give_the_same_gradients(model):
     assert all(map(torch.equal, *gradients))
 
 
+def test_gradients_of_each_row_may_be_taken_by_vmap(model):
+    weights, tokens = dict(model.named_parameters()), torch.randint(17, (2, 6))
+
+    def loss(weights, row):
+        given = {"input_ids": row[None], "labels": row[None]}
+        return torch.func.functional_call(model, weights, (), given).loss
+
+    found = torch.vmap(torch.func.grad(loss), (None, 0))(weights, tokens)
+    for i, row in enumerate(tokens):
+        alone = torch.autograd.grad(loss(weights, row), weights.values())
+        for name, gradient in zip(weights, alone, strict=True):
+            torch.testing.assert_close(found[name][i], gradient, rtol=1e-3, atol=1e-5)
+
+
 def test_lora_trains_and_generates_and_is_merged(model):
     tokens = torch.arange(20).remainder(5).expand(4, -1)
     before = {name: weight.clone() for name, weight in model.named_parameters()}

@@ -19,7 +19,7 @@ from mezzo_core.nn.norm import RMSNorm
 from mezzo_core.nn.rewinding import Rewinding
 from mezzo_core.nn.stack import BlocksConfig
 from mezzo_core.nn.state import Rows
-from mezzo_core.ops.checks import check_size
+from mezzo_core.ops.checks import check_size, is_read
 from mezzo_core.ops.linear_cross_entropy import NO_TARGET, cross_entropy, linear_cross_entropy
 
 _LARGEST = 2**31 - 1
@@ -317,9 +317,7 @@ class LM(nn.Module):
                 f"tokens must be int64 of shape (B, T), got {tokens.dtype} "
                 f"of shape {tuple(tokens.shape)}"
             )
-        # Looking at values would stop a GPU's stream or break a graph.
-        is_seen = tokens.device.type == "cpu" and not torch.compiler.is_compiling()
-        if is_seen and tokens.numel() > 0:
+        if is_read(tokens) and tokens.numel() > 0:
             low, high = (int(end) for end in tokens.aminmax())
             if low < 0 or high >= self.vocab_size:
                 raise ValueError(

@@ -95,7 +95,12 @@ def is_read(x: Tensor) -> bool:
     """
     if x.device.type != "cpu" or torch.compiler.is_compiling() or type(x) is not Tensor:
         return False
-    return not torch._C._functorch.is_batchedtensor(x)
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):  # a gradient's, around one of vmap perhaps
+        if functorch.is_batchedtensor(x):
+            return False
+        x = functorch.get_unwrapped(x)
+    return True
 
 
 def in_transform() -> bool:

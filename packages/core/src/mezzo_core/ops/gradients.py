@@ -45,6 +45,8 @@ def register_gradient(
     """
 
     class Gradient(torch.autograd.Function):
+        generate_vmap_rule = True  # under which torch runs the op row by row
+
         @staticmethod
         def forward(*inputs: Any) -> Any:
             return op(*inputs)

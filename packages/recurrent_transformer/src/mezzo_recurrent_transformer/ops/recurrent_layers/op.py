@@ -207,6 +207,24 @@ def _backward(dz: Tensor, dpairs: Pairs | None, kept: Kept, call: Call) -> Gradi
     return Gradients(dx, Matrices(*sums), None)
 
 
+@_recurrent_layers_bwd.register_vmap
+def _(
+    info: Any, in_dims: tuple[int | None, ...], *arguments: Any
+) -> tuple[list[Tensor], list[int]]:
+    """Run row after row: torch has no rule of its own for ops that return lists."""
+    rows = [
+        _recurrent_layers_bwd(
+            *(
+                x if dim is None else x.select(dim, i)
+                for x, dim in zip(arguments, in_dims, strict=True)
+            )
+        )
+        for i in range(info.batch_size)
+    ]
+    found = [torch.stack(each) for each in zip(*rows, strict=True)]
+    return found, [0] * len(found)
+
+
 @_recurrent_layers_bwd.register_fake
 def _(
     dz: Tensor, dk: Tensor | None, dv: Tensor | None, x: Tensor, z: Tensor | None, *arguments: Any
