@@ -137,6 +137,18 @@ def test_gradients_of_each_row_may_be_taken_by_vmap(model):
             torch.testing.assert_close(found[name][i], gradient, rtol=1e-3, atol=1e-5)
 
 
+@torch.no_grad()
+def test_weights_of_8_bits_give_nearly_the_same_and_generate(model):
+    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    tokens = torch.randint(17, (2, 9))
+    before = model(tokens).logits
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig())
+    error = (model(tokens).logits - before).square().mean() / before.square().mean()
+    assert 0 < error < 0.01
+    given = {"input_ids": tokens, "max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(model.generate(**given), model.generate(**given, use_cache=False))
+
+
 def test_lora_trains_and_generates_and_is_merged(model):
     tokens = torch.arange(20).remainder(5).expand(4, -1)
     before = {name: weight.clone() for name, weight in model.named_parameters()}

@@ -230,10 +230,12 @@ def stack_weights(layers: tuple[RecurrentBlock, ...]) -> LayerWeights:
 
 
 def _weight(part: Any) -> Tensor:
-    """Return a part's weight; of a matrix with an adapter around it, that of both together."""
+    """Return a part's weight, as numbers; with an adapter around it, that of both together."""
     if not _is_adapted(part):
         # It need not be a parameter: torch.func and parametrizations have plain tensors.
-        return part.weight
+        weight = part.weight
+        is_quantized = type(weight).dequantize is not Tensor.dequantize  # by torchao
+        return weight.dequantize() if is_quantized else weight
     weight = part.base_layer.weight
     identity = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
     with torch.autocast(weight.device.type, enabled=False):
