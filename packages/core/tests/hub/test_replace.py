@@ -85,6 +85,21 @@ def test_with_a_cache_padding_and_beams_it_writes_what_it_does_without(kind, lay
     )
 
 
+@pytest.mark.parametrize("mixer", [MEAN, ATTENTION])
+@pytest.mark.parametrize("layers", [None, [1]])
+def test_packed_sequences_do_not_see_each_other(mixer, layers):
+    """As `DataCollatorWithFlattening` packs them: places begin anew."""
+    model, tokens = replace_attention(original(), mixer, layers), torch.randint(31, (1, 9))
+    places = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    packed = model(tokens, position_ids=places, labels=tokens).logits
+    apart = [model(part, use_cache=False).logits for part in tokens.split([4, 5], 1)]
+    torch.testing.assert_close(packed, torch.cat(apart, 1))
+    with pytest.raises(UserError, match="packed sequences take no cache"):
+        model(tokens, position_ids=places, use_cache=True)
+    with pytest.raises(UserError, match="packed sequences must be in one row, got 2 rows"):
+        model(tokens.expand(2, -1), position_ids=places.expand(2, -1))
+
+
 def calls_of(model):
     calls = []
     model.register_forward_hook(lambda *_: calls.append(1))

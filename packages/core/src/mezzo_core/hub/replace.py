@@ -50,6 +50,7 @@ class MixerAttention(nn.Module):
         attention_mask: Tensor | None = None,
         cache: Any = None,
         past_key_values: Any = None,
+        packed_borders: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         """Mix along time, (B, T, C) to (B, T, C).
@@ -61,11 +62,17 @@ class MixerAttention(nn.Module):
             attention_mask: what the model made of its mask: (B, 1, T, S), (B, S), or None.
             cache: the model's cache, in which the layer keeps its state.
             past_key_values: the older name of `cache`.
+            packed_borders: (S + 1,) of sequences packed in the one row, by `_prepared`.
 
         Raises:
-            UserError: if the mask is of another kind, or the cache is static or has other layers.
+            UserError: if the mask is of another kind, the cache is static or has other layers, or
+                packed sequences have a cache.
         """
         cache = past_key_values if cache is None else cache
+        if packed_borders is not None:
+            if cache is not None:
+                raise UserError("packed sequences take no cache: give use_cache=False")
+            return self.mixer(hidden_states, cu_seqlens=packed_borders)[0], None
         padding = _padding(attention_mask, hidden_states)
         x = hidden_states if padding is None else padding.to_end(hidden_states)
         if cache is None:
@@ -173,7 +180,7 @@ def _with_mixers(kind: str, config: type, model: type) -> tuple[Any, Any]:
 
     def init(self: Any, config: PretrainedConfig) -> None:
         cast(Any, model).__init__(self, config)
-        self.register_forward_pre_hook(_make_room_to_go_back, with_kwargs=True)
+        self.register_forward_pre_hook(_prepared, with_kwargs=True)
         for i, mixer in _read_mixers(config.mezzo_mixers).items():
             built = mixer.build(config.hidden_size)
             init_weights(built, config.initializer_range)
@@ -205,12 +212,29 @@ def _with_mixers(kind: str, config: type, model: type) -> tuple[Any, Any]:
     return config_class, model_class
 
 
-def _make_room_to_go_back(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Let assisted decoding take back the tokens whose logits it wants, all but one."""
-    wanted = kwargs.get("logits_to_keep", 0)
-    for layer in getattr(kwargs.get(CACHE), "layers", ()):
+def _prepared(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Prepare a call: room to go back, and the borders of packed sequences.
+
+    Assisted decoding takes back the tokens whose logits it wants, all but one. As for transformers'
+    own attention, a row is packed if its `position_ids` begin anew, and there is no mask.
+    """
+    wanted, cache = kwargs.get("logits_to_keep", 0), kwargs.get(CACHE)
+    for layer in getattr(cache, "layers", ()):
         if isinstance(layer, MixerLayer) and layer.is_croppable and isinstance(wanted, int):
             layer.held.allow_rollback(wanted)
+    positions = kwargs.get("position_ids")
+    if positions is None or cache is not None or kwargs.get("attention_mask") is not None:
+        return None
+    begins = positions[:, 1:] != positions[:, :-1] + 1
+    if not begins.any():
+        return None
+    if len(positions) > 1:
+        raise UserError(f"packed sequences must be in one row, got {len(positions)} rows")
+    T = positions.shape[1]
+    inner = begins[0].nonzero()[:, 0] + 1
+    borders = torch.cat([inner.new_zeros(1), inner, inner.new_full((1,), T)])
+    use_cache = kwargs.get("use_cache") or False
+    return args, {**kwargs, "use_cache": use_cache, "packed_borders": borders}
 
 
 _PREFIX = "mezzo_"
