@@ -204,7 +204,7 @@ class GSA(AbstractMixer):
         )
 
     def _are_few(self, x: Tensor, state: GSAState) -> bool:
-        """Tell whether a GPU takes less time for tokens one after another than by chunks."""
+        """Tell whether kernels read these tokens one after another, and not by chunks."""
         return (
             x.is_cuda
             and 0 < x.shape[1] <= FEW_TOKENS
