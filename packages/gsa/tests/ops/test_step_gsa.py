@@ -369,7 +369,7 @@ def test_what_needs_gradients_is_refused():
     with pytest.raises(RuntimeError, match="step_gsa_projected_ overwrites the state"):
         step_gsa_projected_(**projected, state=inputs["state"])
     projected["x"] = projected["x"][:, None]
-    with pytest.raises(RuntimeError, match="recurrent_gsa_projected has no gradients"):
+    with pytest.raises(RuntimeError, match="recurrent_gsa_projected is for decoding, so it has"):
         recurrent_gsa_projected(**projected, state=inputs["state"])
 
 

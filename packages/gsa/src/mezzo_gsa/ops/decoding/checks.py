@@ -8,11 +8,13 @@ from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
 
-def check_no_gradients(op: str, *inputs: Tensor | None) -> None:
+def check_no_gradients(
+    op: str, *inputs: Tensor | None, because: str = "overwrites the state"
+) -> None:
     """Raise a RuntimeError if a gradient would be needed."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         raise RuntimeError(
-            f"{op} overwrites the state, so it has no gradients: "
+            f"{op} {because}, so it has no gradients: "
             "call it under torch.inference_mode() or torch.no_grad()"
         )
 

@@ -14,6 +14,7 @@ from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 from torch.nn import functional as F
 
+from mezzo_gsa.ops.decoding.checks import check_no_gradients
 from mezzo_gsa.ops.eager.op import EagerForm, eager_op
 from mezzo_gsa.ops.gates.elementwise import gated_norm, log_gate
 from mezzo_gsa.ops.gates.padding import skip_padding
@@ -204,8 +205,9 @@ def recurrent_gsa_projected(
     """Process a few tokens of every row: all operations of a GSA layer between its projections.
 
     This equals `step_gsa_projected_` for token after token, but the given state stays as it is. It
-    has no gradients. On a GPU all tokens are two or three kernels, and the memories stay on chip
-    from token to token: up to 64 tokens or so that takes less time than the form by chunks.
+    has no gradients. On a GPU all tokens are two or three kernels, fewer than the form by chunks
+    has, and the memories stay on chip from token to token. But these have no products of matrices,
+    so this is for a few tokens.
 
     Args:
         x: (B, T, W), T at least 1, the output of the layer's first projection.
@@ -236,10 +238,7 @@ def recurrent_gsa_projected(
     check_projected(op, x[:, 0], state, num_heads, gate_logits, norm_weight, form)
     if lengths is not None:
         check_lengths(op, lengths, x)
-    if torch.is_grad_enabled() and any(
-        part is not None and part.requires_grad for part in (x, gate_logits, norm_weight, *state)
-    ):
-        raise RuntimeError(f"{op} has no gradients; chunk_gsa_projected has")
+    check_no_gradients(op, x, gate_logits, norm_weight, *state, because="is for decoding")
     if resolve_impl(op, impl, x.device, unsupported_step(x, state)) == "triton":
         tensors = (x, lengths, gate_logits, norm_weight, *state)
         y, *last = gsa_recurrent_projected(*tensors, num_heads, *form)

@@ -166,25 +166,6 @@ def check_projected(
     form: StepForm,
 ) -> None:
     """Check the arguments of steps from a projection, with x (B, W) of one token."""
-    B, H, M, K, V = _projected_sizes(op, x, state, num_heads, gate_logits, norm_weight)
-    check_between(op, form.between)
-    check_number(op, "scale", form.scale)
-    check_number(op, "damping", form.damping, positive=True)
-    check_number(op, "norm_eps", form.norm_eps, positive=True)
-    if form.out_dtype is not None and form.out_dtype not in FLOATING:
-        raise TypeError(f"{op}: out_dtype must be a floating-point dtype, got {form.out_dtype!r}")
-    _check_state(op, state, x, (B, H, M, K), (B, H, M, V))
-
-
-def _projected_sizes(
-    op: str,
-    x: Tensor,
-    state: GSAState,
-    num_heads: int,
-    gate_logits: Tensor | None,
-    norm_weight: Tensor | None,
-) -> tuple[int, int, int, int, int]:
-    """Return B, H, M, K and V."""
     _check_kind(op, state)
     check_floating(op, "x", x)
     for name, part in (("gate_logits", gate_logits), ("norm_weight", norm_weight)):
@@ -210,7 +191,13 @@ def _projected_sizes(
                 f"{op}: {name} must be ({width},) on {x.device}, "
                 f"got {tuple(part.shape)} on {part.device}"
             )
-    return x.shape[0], H, M, K, V
+    check_between(op, form.between)
+    check_number(op, "scale", form.scale)
+    check_number(op, "damping", form.damping, positive=True)
+    check_number(op, "norm_eps", form.norm_eps, positive=True)
+    if form.out_dtype is not None and form.out_dtype not in FLOATING:
+        raise TypeError(f"{op}: out_dtype must be a floating-point dtype, got {form.out_dtype!r}")
+    _check_state(op, state, x, (x.shape[0], H, M, K), (x.shape[0], H, M, V))
 
 
 def _check_kind(op: str, state: Any) -> None:
