@@ -1,4 +1,4 @@
-"""torch.export takes models of all packages, for texts of any length."""
+"""torch.export takes models of all packages, and so does torch.onnx.export."""
 
 import pytest
 import torch
@@ -45,3 +45,54 @@ def test_a_model_is_exported_for_texts_of_any_length(name):
     program = export(model, (texts[24],), dynamic_shapes=({1: length},)).module()
     for tokens in texts.values():
         torch.testing.assert_close(program(tokens), model(tokens))
+
+
+FOURS = 4 * Dim("chunks", min=2, max=16)
+MIXERS = (AttentionConfig(head_dim=8, window_size=5), RATConfig(chunk_size=4, head_dim=8))
+ONE_LAYER = DRTConfig(
+    2, num_groups=1, chunk_size=4, window_size=8, head_dim=8, num_encoder_layers=1
+)
+OF_ANY_LENGTH = {
+    "mixers": {"mixers": MIXERS},
+    "mamba": {"mixers": (MambaConfig(),)},
+    "drt": {"stack": ONE_LAYER},
+}
+OF_ONE_LENGTH = {
+    "gsa": {"mixers": (GSAConfig(2, num_slots=4),)},
+    "recurrent": {"stack": RecurrentStackConfig(1, RecurrentBlockConfig(head_dim=8))},
+}
+
+
+@torch.no_grad()
+def check_onnx(options, folder, lengths, dynamic_shapes=None):
+    """ONNX Runtime computes what PyTorch does."""
+    pytest.importorskip("onnxscript", reason="onnxscript is not installed")
+    onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    torch.manual_seed(0)
+    model = Logits(LMConfig(17, 16, **options, init_std=0.3).build().eval())
+    texts = [torch.randint(17, (2, T)) for T in lengths]
+    program = torch.onnx.export(
+        model,
+        (texts[0],),
+        dynamo=True,
+        dynamic_shapes=dynamic_shapes,
+        verbose=False,
+        optimize=False,
+    )
+    program.save(folder / "model.onnx")
+    session = onnxruntime.InferenceSession(folder / "model.onnx")
+    for tokens in texts:
+        (found,) = session.run(None, {session.get_inputs()[0].name: tokens.numpy()})
+        torch.testing.assert_close(torch.from_numpy(found), model(tokens), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.any_shapes
+@pytest.mark.parametrize("name", OF_ANY_LENGTH)
+def test_a_model_is_written_as_onnx_for_texts_of_any_number_of_chunks(name, tmp_path):
+    check_onnx(OF_ANY_LENGTH[name], tmp_path, (8, 40), ({1: FOURS},))
+
+
+@pytest.mark.any_shapes
+@pytest.mark.parametrize("name", OF_ONE_LENGTH)
+def test_a_model_whose_loop_is_written_down_is_for_texts_of_one_length(name, tmp_path):
+    check_onnx(OF_ONE_LENGTH[name], tmp_path, (4,))

@@ -75,7 +75,7 @@ def test_beams_with_a_cache_are_those_without(model):
     assert torch.equal(model.generate(**given), model.generate(**given, use_cache=False))
 
 
-def test_assisted_decoding_gives_what_the_model_alone_does(model):
+def check_assisted(model):
     """The assistant is the model with some noise: some of its tokens are taken back."""
     assistant = deepcopy(model)
     assistant.generation_config.assistant_confidence_threshold = 0.0
@@ -89,27 +89,21 @@ def test_assisted_decoding_gives_what_the_model_alone_does(model):
     assert not torch.equal(assistant.generate(**given), alone)
 
 
+def test_assisted_decoding_gives_what_the_model_alone_does(model):
+    check_assisted(model)
+
+
 MIXERS = [line for line in LAYERS if described(line).mixers]
 
 
 @pytest.mark.parametrize("line", MIXERS)
 def test_a_llama_with_its_mixer_is_assisted(line):
-    """By itself with some noise, as above."""
     torch.manual_seed(0)
     sizes = {"hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "eos_token_id": None, "pad_token_id": None}
     config = LlamaConfig(vocab_size=17, **sizes, **heads, initializer_range=0.2)
     model = replace_attention(LlamaForCausalLM(config).eval(), described(line).mixers[0], [0])
-    noisy = deepcopy(model)
-    noisy.generation_config.assistant_confidence_threshold = 0.0
-    noisy.generation_config.num_assistant_tokens = 4
-    with torch.no_grad():
-        for weight in noisy.parameters():
-            weight.add_(torch.randn_like(weight) * 0.2 * weight.std(correction=0))
-    given = {"inputs": torch.tensor(PROMPTS[:1]), "max_new_tokens": 24}
-    alone = model.generate(**given)
-    assert torch.equal(model.generate(**given, assistant_model=noisy), alone)
-    assert not torch.equal(noisy.generate(**given), alone)
+    check_assisted(model)
 
 
 def test_recomputed_activations_give_the_same_gradients(model):
