@@ -5,7 +5,7 @@ evidence answers says in `published.toml` what it needs.
 
     ANSWERS = {
         "rat.table6": timed("table6", "nvidia-h200/speed_table6", Order()),
-        "rat.claim.reversed_chunks": [counted(counts.reversed_chunks, Within())],
+        **by_tests("rat.claim", "packages/rat/tests", "complexity", "reversed_chunks"),
     }
 
 What trained models reach speaks before a speed. Then the evidence at the setting nearest to the

@@ -26,8 +26,8 @@ def compile_only(capability: int = 90, *, assembled: bool = False) -> Iterator[l
     Args:
         capability: compute capability times ten; 90 is Hopper.
         assembled: whether the assembler makes machine code of the PTX too, as `stack_of` needs.
-            That takes a third of the time. Before it, the compiler has refused what it cannot do:
-            types, shapes, layouts. Inline assembly is only read by the assembler.
+            That takes its time. Before it, the compiler has refused what it cannot do: types,
+            shapes, layouts. Inline assembly is only read by the assembler.
 
     Yields:
         A list, to which the name of the kernel is appended at each compilation.

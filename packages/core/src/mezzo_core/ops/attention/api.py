@@ -156,8 +156,8 @@ def _fastest(r: Request) -> str:
     # A graph cannot look at values, and torch's masks do not stop a score that overflows.
     small = is_plain(r) or (is_small and not torch.compiler.is_compiling())
     # The blocked op has no rule for vmap and none for ONNX: there torch's ops are used.
-    known = not in_transform() and not torch.onnx.is_in_onnx_export()
-    if known and not (able and small) and blocked.unsupported(r) is None:
+    suits_sdpa = (able and small) or in_transform() or torch.onnx.is_in_onnx_export()
+    if not suits_sdpa and blocked.unsupported(r) is None:
         return "blocked"
     return "sdpa" if able else "reference"
 
