@@ -1,18 +1,19 @@
-"""Find passkeys, and follow paths of two hops, in texts of up to 16 million tokens (Table 2).
+"""Find passkeys, and follow paths of two hops, in texts of up to 32 million tokens (Table 2).
 
     python packages/drt/experiments/needles.py --data TEXTS --seeds 0 --jobs 6 \
         --out packages/drt/results/nvidia-h100
     python packages/drt/experiments/needles.py --out DIR --dry-run    # on a CPU
 
 Trains each model on rows of up to 131,072 tokens (Landmark Attention: 768), first on long keys in
-short rows, then on the task, and from there on paths. DRT compares landmarks as the paper's
-released code does, with a norm in place of projections.
+short rows, then on the task, from there on two paths, as the paper's example has them, and from
+there on eight. DRT compares landmarks as the paper's released code does, with a norm in place of
+projections.
 
-After each of the two tasks it measures how many answers of held-out rows are right, at each length
-of Table 2 and at 1M, 4M and 32M tokens, the shortest first. Rows go through the model in segments,
-and DRT's chunks to the host's memory. Writes passkey.json and two_hop.json. `--models` takes some
-alone; what `--runs` has is not trained again, and what the files have is not measured again.
-`--cuda-graph` replays the steps of the trainings.
+After each of the three tasks it measures how many answers of held-out rows are right, at each
+length of Table 2 and at 1M, 4M and 32M tokens, the shortest first. Rows go through the model in
+segments, and DRT's chunks to the host's memory. Writes passkey.json, two_hop.json and
+eight_paths.json. `--models` takes some alone; what `--runs` has is not trained again, and what the
+files have is not measured again. `--cuda-graph` replays the steps of the trainings.
 
 Stages and lengths are meant for the default tokenizer, whose tokens are bytes. TEXTS should then
 have 47 MB or more: of less, the longest rows read the held-out part more than once. It should be of
@@ -23,6 +24,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +47,14 @@ from mezzo_drt.needles import AbstractNeedleConfig, HopsConfig, NeedleData, Pass
 from mezzo_drt.recipes import ARCHITECTURES, PAPER_NAMES, small
 
 DRT1, DRT2, LANDMARK = PAPER_NAMES["drt1"], PAPER_NAMES["drt2"], "Landmark Attn."
-PASSKEY, TWO_HOP = "passkey", "two_hop"
+PASSKEY, TWO_HOP, EIGHT_PATHS = "passkey", "two_hop", "eight_paths"
 DEEP = "BaseLM +2 layers"
 MODELS = (DEEP, LANDMARK, DRT1, DRT2)
-MEASURED = {PASSKEY: MODELS, TWO_HOP: (LANDMARK, DRT1, DRT2)}
+MEASURED = {
+    PASSKEY: MODELS,
+    TWO_HOP: (LANDMARK, DRT1, DRT2),
+    EIGHT_PATHS: (LANDMARK, DRT1, DRT2),
+}
 REACH = {DEEP: 2**18, LANDMARK: 2**16}
 """Tokens of the longest rows of models that are not measured further."""
 EVAL_EVERY = 200
@@ -63,9 +69,13 @@ TOGETHER = 2**18
 """The most tokens of test rows that go through a model at once, if it is more than one row."""
 LANDMARK_TOKENS = 2**19
 """Tokens of a length's test rows for Landmark Attention, which is slow."""
-HOPS = HopsConfig(num_noise=7)
-"""Its 16 needles are more than the chunks that one retrieval reads, so that it cannot bring all."""
-STAGES_OF = {PASSKEY: (PASSKEY,), TWO_HOP: (PASSKEY, TWO_HOP)}
+TWO_PATHS, MANY_PATHS = HopsConfig(), HopsConfig(num_noise=7)
+"""The paper's example, and 16 needles, more than the chunks that one retrieval reads."""
+STAGES_OF = {
+    PASSKEY: (PASSKEY,),
+    TWO_HOP: (PASSKEY, TWO_HOP),
+    EIGHT_PATHS: (PASSKEY, TWO_HOP, EIGHT_PATHS),
+}
 """The trainings that lead to each result."""
 
 
@@ -89,12 +99,18 @@ class Sizes:
 
     d_model: int  # C
     stack: DRTConfig  # of DRT with one retrieval, whose layers and widths the others take too
-    stages: Mapping[str, tuple[Stage, ...]]  # of each result; `two_hop` follows on `passkey`
+    stages: Mapping[str, tuple[Stage, ...]]  # of each result; each follows on the one before
     columns: Mapping[str, tuple[str, ...]]  # the lengths of each result
     samples: Mapping[str, int]  # test rows of each length
     segment: int  # tokens that the model reads at a time
 
 
+LONG_ROWS = Stage(
+    PasskeyConfig(), seq_len=131_072, batch_size=1, steps=800, lr=5e-4, gumbel_noise=False
+)
+"""Among 2,048 chunks the noise alone would choose most of what is read. Without it a row brings the
+chunks of its text that fit best, and the model learns to tell them apart from the needles, whose
+weight they take in texts that are longer still."""
 FULL = Sizes(
     d_model=256,
     stack=DRTConfig(
@@ -116,29 +132,25 @@ FULL = Sizes(
             # In a long text a few odd chunks may fit the question better than the needle. The
             # retrieval learns from such a chunk only in a row that holds it, so many rows are long.
             Stage(PasskeyConfig(), seq_len=16384, batch_size=8, steps=800, lr=5e-4),
-            # Among 2,048 chunks the noise alone would choose most of what is read. Without it a row
-            # brings the chunks of its text that fit best, and the model learns to tell them apart:
-            # they take the needle's weight in texts that are longer still.
-            Stage(
-                PasskeyConfig(),
-                seq_len=131_072,
-                batch_size=1,
-                steps=800,
-                lr=5e-4,
-                gumbel_noise=False,
-            ),
+            LONG_ROWS,
         ),
         TWO_HOP: (
-            Stage(HOPS, seq_len=1024, batch_size=64, steps=800, lr=1e-3, until=0.99),
-            # While it trains, noise on the scores hides most needles in rows this long, until the
-            # scores of needles are far above the others'.
-            Stage(HOPS, seq_len=4096, batch_size=32, steps=1200, lr=1e-3, until=0.99),
-            Stage(HOPS, seq_len=16384, batch_size=8, steps=400, lr=5e-4),
+            Stage(TWO_PATHS, seq_len=1024, batch_size=64, steps=800, lr=1e-3, until=0.99),
+            Stage(TWO_PATHS, seq_len=4096, batch_size=32, steps=400, lr=1e-3, until=0.99),
+            Stage(TWO_PATHS, seq_len=16384, batch_size=8, steps=400, lr=5e-4),
+            replace(LONG_ROWS, task=TWO_PATHS, steps=400),
+        ),
+        EIGHT_PATHS: (
+            # Rows of 1,024 tokens have 16 chunks, so that two retrievals could bring them all.
+            Stage(MANY_PATHS, seq_len=4096, batch_size=32, steps=1200, lr=1e-3, until=0.99),
+            Stage(MANY_PATHS, seq_len=16384, batch_size=8, steps=400, lr=5e-4),
+            replace(LONG_ROWS, task=MANY_PATHS, steps=400),
         ),
     },
     columns={
         PASSKEY: ("4K", "8K", "16K", "32K", "64K", "128K", "256K", "1M", "4M", "16M", "32M"),
         TWO_HOP: ("1K", "4K", "16K", "64K", "256K", "4M"),
+        EIGHT_PATHS: ("4K", "16K", "64K", "256K", "4M"),
     },
     samples={
         **dict.fromkeys(("1K", "4K", "8K", "16K", "32K", "64K"), 96),
@@ -159,8 +171,9 @@ DRY = Sizes(
             ),
         ),
         TWO_HOP: (Stage(HopsConfig(test_rows=2), 256, batch_size=2, steps=1, lr=1e-3),),
+        EIGHT_PATHS: (Stage(HopsConfig(test_rows=2), 256, batch_size=2, steps=1, lr=1e-3),),
     },
-    columns={PASSKEY: ("4K",), TWO_HOP: ("1K", "4K")},
+    columns={PASSKEY: ("4K",), TWO_HOP: ("1K", "4K"), EIGHT_PATHS: ("1K",)},
     samples={"1K": 2, "4K": 1},
     segment=1024,
 )
@@ -196,11 +209,9 @@ def train_and_ask(
     model, _, _, seed = cells[0]
     runs = runs_of(name, model, seed, sizes, options)
     *_, (home, config) = runs.items()
-    if is_trained(config, home):
-        details = {"parameters": on_meta(config.model).num_parameters()}
-    else:
-        for folder, stage in runs.items():
-            details = measure_run(stage, folder, device, resume=True)
+    details: dict[str, Any] = {"parameters": on_meta(config.model).num_parameters()}
+    for folder, stage in not_trained(runs):
+        details = measure_run(stage, folder, device, resume=True)
     say(f"{model}: trained on {name}, seed {seed}")
     for cell in cells:
         T, samples = num_tokens(cell.column), sizes.samples[cell.column]
@@ -218,8 +229,14 @@ def train_and_ask(
         yield [cell.entry(value, **told, **({} if isinstance(found, str) else found[0]))]
 
 
+def not_trained(runs: dict[Path, TrainConfig]) -> Iterator[tuple[Path, TrainConfig]]:
+    """Return the stages behind the last one that is done; the folders before it may be gone."""
+    done = [i for i, (home, config) in enumerate(runs.items(), 1) if is_trained(config, home)]
+    return islice(runs.items(), max(done, default=0), None)
+
+
 def is_trained(config: TrainConfig, home: Path) -> bool:
-    """Tell whether the last stage is done; all other folders, and its checkpoints, may be gone."""
+    """Tell whether a stage has done all its steps; its checkpoints may be gone."""
     if not (home / "model").exists():
         return False
     check_folder(home, config, resume=True)
@@ -324,7 +341,11 @@ def on_text(task: AbstractNeedleConfig, sizes: Sizes, options: Options) -> Abstr
 
 def header(name: str, sizes: Sizes, options: Options) -> dict[str, Any]:
     """Return what the header of a task's result says."""
-    what = {PASSKEY: "A passkey", TWO_HOP: "Paths of two hops"}[name]
+    what = {
+        PASSKEY: "A passkey",
+        TWO_HOP: "Paths of two hops, one of two",
+        EIGHT_PATHS: "Paths of two hops, one of eight",
+    }[name]
     c = sizes.stack
     stages = [stage for task in STAGES_OF[name] for stage in sizes.stages[task]]
     told = ", then ".join(

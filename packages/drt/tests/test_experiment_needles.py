@@ -65,6 +65,10 @@ def test_the_last_stage_s_model_is_enough_to_measure_again(folder, monkeypatch):
     cells = (Cell(DRT1, "4K", seed=0),)
     (found,) = needles.train_and_ask(PASSKEY, needles.DRY, options, cells, folder, options.device)
     assert found[0].details["samples"] == 1
+    hops = needles.runs_of(TWO_HOP, DRT1, 0, needles.DRY, options)
+    last = [*hops][-1]
+    shutil.rmtree(last / "model")
+    assert [home for home, _ in needles.not_trained(hops)] == [last], "what leads there stays"
 
 
 def test_a_full_run_covers_the_printed_lengths():
@@ -77,7 +81,7 @@ def test_a_full_run_covers_the_printed_lengths():
 
 def test_stages_follow_one_another():
     options = Options(Path("out"), (), torch.device("cpu"), dry_run=False, data="texts")
-    runs = needles.runs_of(TWO_HOP, DRT2, 1, needles.FULL, options)
+    runs = needles.runs_of(needles.EIGHT_PATHS, DRT2, 1, needles.FULL, options)
     assert len(runs) == sum(map(len, needles.FULL.stages.values()))
     assert next(iter(runs.values())).init_from is None
     for (before, _), (_, after) in pairwise(runs.items()):
