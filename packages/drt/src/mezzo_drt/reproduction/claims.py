@@ -46,7 +46,7 @@ from mezzo_drt.reproduction.speed import BLOCK_RECURRENT, LANDMARK, PLAIN, WINDO
 
 BASE, WIDE, DEEP, DRT1, DRT2, NO_GUMBEL, RANDOM, *_ = PAPER_NAMES.values()
 TIMED_ON = "nvidia-h200"
-PASSKEY, TWO_HOP = f"{TIMED_ON}/passkey", "nvidia-h100/two_hop"
+PASSKEY, TWO_HOP = f"{TIMED_ON}/passkey", f"{TIMED_ON}/two_hop"
 DOCUMENTS = "nvidia-h100/long_documents_gpt2"
 SHORT, TRAINED_AT, LONG = "2048", "4096", "16384"
 """The lengths of the small models' evaluation: the paper's 2K, 16K, and what is longer."""
