@@ -70,7 +70,7 @@ def backward(dz: Tensor, dpairs: Pairs | None, kept: Kept, call: Call) -> Gradie
     (B, T, _), n = dz.shape, call.weights.o.shape[0]
     acc = accumulation_dtype(call.weights.o.dtype)
     call = call.in_blocks_of(T)
-    tiling = Tiling.of(n, B, T, call.form.block_size)
+    tiling = Tiling.of(n, B, T, call.form.block_size, backward=True)
     S, Tp = tiling.S, tiling.padded
     dz, kept = padded(dz, Tp), kept.map(lambda t: padded(t, Tp))
     x, z = (kept.x[:-1], kept.x[1:]) if kept.z is None else (kept.x[None], kept.z[None])

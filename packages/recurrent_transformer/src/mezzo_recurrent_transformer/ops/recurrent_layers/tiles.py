@@ -74,16 +74,17 @@ class Tiling:
     """Tokens of a tile: those of a leaf, times a power of two."""
 
     @classmethod
-    def of(cls, n: int, B: int, T: int, block_size: int) -> "Tiling":
+    def of(cls, n: int, B: int, T: int, block_size: int, *, backward: bool = False) -> "Tiling":
         """Return the tiling of B rows for `block_size` b.
 
         Tiles are as long as it costs no padding, little memory, and few steps: the last layer
-        begins n - 1 tiles after the first.
+        begins n - 1 tiles after the first. A backward may take more steps: it has more to do for
+        each tile, such as to add to the gradients of all weights.
         """
         b = min(block_size, T)
         S = min(leaf_size(b), ceil_div(T, b) * b)
         longest = min(LONGEST, LARGEST // max(B, 1))
-        most_waiting = T if B >= MANY_ROWS else T // 8
+        most_waiting = T if backward or B >= MANY_ROWS else T // 8
         while longest >= 2 * S and ceil_div(T, S) % 2 == 0 and 2 * S * (n - 1) <= most_waiting:
             S *= 2
         return cls(n, T, S)
