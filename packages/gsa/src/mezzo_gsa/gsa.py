@@ -152,10 +152,7 @@ class GSA(AbstractMixer):
         """Mix (B, T, C) along time; see AbstractMixer."""
         self.check_input(x, state, cu_seqlens, lengths)
         if state is not None and cu_seqlens is None and self._are_few(x, state):
-            y, after = recurrent_gsa_projected(
-                self.in_proj(x), state, lengths=lengths, **self._step_form()
-            )
-            return self.out_proj(y), after
+            return self._one_after_another(x, state, lengths)
         qkvg = self.in_proj(without_padding(x, lengths))
         op: dict[str, Any] = {
             "scale": self.scale,
@@ -182,6 +179,15 @@ class GSA(AbstractMixer):
             q, k, v, g = self._split(qkvg)
             out, after = chunk_gsa(q, *skip_padding(lengths, k, v, g), **op)
         return self.out_proj(self._normed(out)), None if state is None else after
+
+    def look_ahead(
+        self, x: Tensor, state: GSAState, lengths: Tensor, certain: Tensor
+    ) -> tuple[Tensor, GSAState]:
+        """Run over tokens of which the first are certain; see AbstractMixer."""
+        if not self._are_few(x, state):
+            return super().look_ahead(x, state, lengths, certain)
+        self.check_input(x, state, None, lengths)
+        return self._one_after_another(x, state, lengths, certain)
 
     def step(self, x: Tensor, state: GSAState) -> Tensor:
         """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
@@ -213,6 +219,14 @@ class GSA(AbstractMixer):
             and all(part.dtype == torch.float32 for part in state)
             and unsupported_step(x, state) is None
         )
+
+    def _one_after_another(
+        self, x: Tensor, state: GSAState, lengths: Tensor | None, certain: Tensor | None = None
+    ) -> tuple[Tensor, GSAState]:
+        y, after = recurrent_gsa_projected(
+            self.in_proj(x), state, lengths=lengths, certain=certain, **self._step_form()
+        )
+        return self.out_proj(y), after
 
     def _step_form(self) -> dict[str, Any]:
         """Return what the ops of decoding take besides the projection and the state."""

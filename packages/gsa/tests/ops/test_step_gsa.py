@@ -221,13 +221,20 @@ def test_several_tokens_are_as_many_steps(impl, dtype, options):
     with torch.no_grad():
         y, after = recurrent_gsa_projected(**inputs, state=state, lengths=lengths, impl=impl)
         whole, _ = recurrent_gsa_projected(**inputs, state=state, impl=impl)
+        certain = torch.tensor([3, 0, 3], device=DEVICE)
+        ahead, last = recurrent_gsa_projected(
+            **inputs, state=state, lengths=lengths, certain=certain, impl=impl
+        )
+        _, then = recurrent_gsa_projected(**inputs, state=state, lengths=certain, impl=impl)
     truth, expected = one_by_one(inputs, state, lengths, impl)
     assert_close("y", y, truth, rtol=LOW[dtype])
     assert torch.equal(y[0], whole[0])
+    assert torch.equal(ahead, y)
     assert not y[1].any()
     assert torch.equal(after.k[1], state.k[1])
     for name in ("k", "v"):
         assert torch.equal(getattr(state, name), getattr(kept, name))
+        assert torch.equal(getattr(last, name), getattr(then, name))
         assert_close(f"state.{name}", getattr(after, name), getattr(expected, name), rtol=1e-5)
 
 
@@ -244,20 +251,25 @@ def test_padding_of_several_tokens_may_be_nan(impl):
 
 
 @gpu
-@pytest.mark.parametrize("lengths", [None, [9, 16]], ids=str)
-def test_a_layer_reads_a_few_tokens_as_it_does_by_chunks(lengths, monkeypatch):
+def test_a_layer_reads_a_few_tokens_as_it_does_by_chunks(monkeypatch):
     layer = GSAConfig(num_heads=4, num_slots=16).build(128).to(DEVICE)
     x = normal(2, 16, 128, seed=1)
-    lengths = None if lengths is None else torch.tensor(lengths, device=DEVICE)
+    lengths, certain = (torch.tensor(n, device=DEVICE) for n in ([9, 16], [9, 5]))
+    calls = [
+        lambda: layer(x, state),
+        lambda: layer(x, state, lengths=lengths),
+        lambda: layer.look_ahead(x, state, lengths, certain),
+    ]
     with torch.no_grad():
         _, state = layer(normal(2, 40, 128, seed=2), layer.init_state(2))
-        y, after = layer(x, state, lengths=lengths)
+        found = [call() for call in calls]
         monkeypatch.setattr("mezzo_gsa.gsa.FEW_TOKENS", 0)
-        expected, last = layer(x, state, lengths=lengths)
-    is_real = torch.arange(16, device=DEVICE) < (16 if lengths is None else lengths[:, None])
-    assert_close("y", y * is_real[..., None], expected * is_real[..., None], rtol=1e-4)
-    for new, old in zip(after, last, strict=True):
-        assert_close("state", new, old, rtol=1e-4)
+        expected = [call() for call in calls]
+    for i, ((y, after), (truth, last)) in enumerate(zip(found, expected, strict=True)):
+        is_real = torch.arange(16, device=DEVICE) < (lengths[:, None] if i else 16)
+        assert_close("y", y * is_real[..., None], truth * is_real[..., None], rtol=1e-4)
+        for new, old in zip(after, last, strict=True):
+            assert_close("state", new, old, rtol=1e-4)
 
 
 def test_repeats_are_bit_equal_and_rows_do_not_mix():
@@ -314,7 +326,7 @@ def test_registered_ops_are_sound():
     torch.library.opcheck(
         ops.gsa_recurrent_projected,
         (
-            tokens["x"], lengths, tokens["gate_logits"], tokens["norm_weight"],
+            tokens["x"], lengths, lengths - 1, tokens["gate_logits"], tokens["norm_weight"],
             *inputs["state"], 4, *StepForm(1.0, "softmax", 8.0, True),
         ),
     )  # fmt: skip
@@ -433,6 +445,7 @@ def test_a_projection_that_does_not_fit_is_named(change, error, message):
         ({"x": torch.zeros(1, 240)}, ValueError, r"x must be \(B, T, W\) with T at least 1"),
         ({"x": torch.zeros(1, 0, 240)}, ValueError, r"got \(1, 0, 240\)"),
         ({"lengths": torch.tensor([4])}, ValueError, "lengths"),
+        ({"certain": torch.tensor([1.0])}, TypeError, "certain must be int64"),
         ({"num_heads": 4}, ValueError, "recurrent_gsa_projected: x must be"),
     ],
 )

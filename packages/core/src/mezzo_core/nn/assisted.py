@@ -2,7 +2,7 @@
 
 Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023). What was
 proposed in vain leaves no trace in a state, so that recurrent models can do it too: the large model
-checks from an older state, which stays as it is, and the small one keeps what its tokens overwrite.
+looks ahead of its state, and the small one keeps what its tokens overwrite.
 
 Where tokens are sampled, both models sample each of them by the same random numbers, those that the
 large one would take alone: where they agree the token is right, and where not it is that of the
@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from mezzo_core.nn.graphs import Graphs
 from mezzo_core.nn.kept_graphs import lent
 from mezzo_core.nn.lm import LM
 from mezzo_core.nn.prompts import read_prompts
 from mezzo_core.nn.sampler import Generators, LogitRules, Sampler, draw_
-from mezzo_core.nn.state import grows, only_counts
+from mezzo_core.nn.state import grows
 
 
 @torch.inference_mode()
@@ -78,11 +78,6 @@ _LEAD = 32
 """How many tokens a row can be ahead of the slowest one: so long its random numbers are kept."""
 
 
-def _width(num_drafted: int, in_graphs: bool) -> int:
-    """Return the tokens of a check: in a graph four rounds have room, so that few are read anew."""
-    return (4 if in_graphs else 1) * (num_drafted + 1)
-
-
 def _taken(best: Tensor, proposed: Tensor, places: Tensor, max_new_tokens: int) -> Tensor:
     """Return how many of the best tokens (B, m + 1) each row takes, given n that were proposed.
 
@@ -119,7 +114,6 @@ class _Pair:
                 for row, (*new, count) in zip(rows, each, strict=True):
                     row.extend(new[:count])
                 counts = [count for *_, count in each]
-                target.note(counts)
                 draft.note(counts)
                 moved = [count for count in counts if count]
                 usual += (sum(moved) / len(moved) - usual) / 4
@@ -160,32 +154,27 @@ class _Noise:
 class _Target:
     """The model: checks what is proposed.
 
-    A check reads the tokens since an older state, and what is proposed behind them. It keeps no
-    state, so that nothing is to be taken back. Only where there is no place for another round does
-    the model read those tokens once more, and its state after them is the older one from then on.
-    What is read again is spared if all was right, or if tokens overwrite counts of tokens alone.
+    Its state is that after all tokens of a row but the pending ones: the newest of the round
+    before, and those that were taken in it. A check reads these and what is proposed behind them,
+    and its state moves to the newest token, which is read again in the next check: so a row that
+    takes nothing can wait.
 
-    Where the state keeps its size, all that the model reads is one CUDA graph on a GPU.
+    Where the state keeps its size, a check is one CUDA graph on a GPU.
     """
 
     def __init__(
         self, model: LM, state: Any, newest: Tensor, num_drafted: int, sampler: Sampler,
         noise: _Noise, rules: LogitRules,
     ) -> None:  # fmt: skip
-        first, self.num_drafted = model.init_state(1), num_drafted
         self.model, self.sampler, self.noise, self.rules = model, sampler, noise, rules
-        self.overwritten = model.stack.overwritten()
-        self.is_fixed, self.is_counted = not grows(first), only_counts(first, self.overwritten)
+        self.is_fixed = not grows(model.init_state(1))
         self.state = model.reserve(state, 0) if self.is_fixed else state
         in_graphs = self.is_fixed and newest.is_cuda
         self.graphs = Graphs(newest.device if in_graphs else torch.device("cpu"))
-        self.width = _width(num_drafted, in_graphs)
-        # Of each row `counts` tokens are real, the newest is the last of them; behind are others.
-        self.tokens = newest.new_zeros(len(newest), self.width + 1)
+        # Of each row `counts` tokens are pending, the last of them is the newest; others follow.
+        self.tokens = newest.new_zeros(len(newest), 2 * num_drafted + 2)
         self.tokens[:, 0] = newest.clamp(min=0)
         self.counts, self.lengths = torch.ones_like(newest), torch.zeros_like(newest)
-        self.most = [1] * len(newest)  # the same counts on the host, so that nobody waits
-        self.num_checked, self.is_right = 0, False  # of the last check; whether all was right
         self.offsets = torch.arange(num_drafted + 1, device=newest.device)
 
     @property
@@ -198,58 +187,32 @@ class _Target:
 
         There are n <= m; what comes after others than these means nothing.
         """
-        is_full = max(self.most) + self.num_drafted > self.width
-        if is_full and not self.is_right:
-            self._read(self.counts - 1)
-        if is_full or self.is_right:
-            self._go_on(self.after)
-        self.num_checked = proposed.shape[1]
-        self._write(proposed)
-        self._read(self.counts + self.num_checked)
+        n = proposed.shape[1]
+        self.tokens.scatter_(1, self.counts[:, None] + self.offsets[:n], proposed)
+        self.lengths.copy_(self.counts + n)
+        self.best, after = self.graphs.run(_Target._forward, self)
+        if not self.is_fixed:
+            self.state = after
         return self.best
 
     def take(self, taken: Tensor) -> None:
         """Take so many (B,) of the tokens that the check has found, of each row."""
-        self._write(self.best.clamp(min=0))
-        self.counts += taken
-        if self.is_counted:
-            vain = self.num_checked + 1 - taken
-            leaves, tree = tree_flatten(self.after)
-            parts = zip(leaves, self.overwritten, strict=True)
-            fewer = [x - vain.to(x.device) if on else x for x, on in parts]
-            self._go_on(tree_unflatten(fewer, tree))
-
-    def note(self, taken: Sequence[int]) -> None:
-        """Note on the host what was taken."""
-        if not self.is_counted:
-            self.most = [a + b for a, b in zip(self.most, taken, strict=True)]
-            self.is_right = min(taken) > self.num_checked
-
-    def _write(self, tokens: Tensor) -> None:
-        """Write tokens (B, n) behind the newest ones."""
-        self.tokens.scatter_(1, self.counts[:, None] + self.offsets[: tokens.shape[1]], tokens)
-
-    def _read(self, lengths: Tensor) -> None:
-        """Read so many (B,) tokens of each row."""
-        self.lengths.copy_(lengths)
-        self.best, self.after = self.graphs.run(_Target._forward, self)
+        self.tokens[:, 0] = self.newest
+        self.tokens[:, 1 : 1 + len(self.offsets)] = self.best.clamp(min=0)
+        self.counts.copy_(taken + 1)
 
     def _forward(self) -> tuple[Tensor, Any]:
-        logits, after = self.model(self.tokens[:, :-1], self.state, lengths=self.lengths)
-        index = (self.counts[:, None] - 1 + self.offsets).clamp(max=self.width - 1)[..., None]
-        logits = self.rules(logits.gather(1, index.expand(-1, -1, logits.shape[2])))
-        drawn = self.noise.at(self.noise.places[:, None] + self.offsets)
-        return self.sampler(logits.flatten(0, 1), drawn).view(index.shape[:2]), after
-
-    def _go_on(self, after: Any) -> None:
-        """Go on from the state after all tokens but the newest."""
+        lm = self.model
+        x, after = lm.stack.look_ahead(
+            lm.embed(self.tokens), self.state, self.lengths, self.counts - 1
+        )
         if self.is_fixed:
             torch._foreach_copy_(tree_leaves(self.state), tree_leaves(after))
-        else:
-            self.state = after
-        self.tokens[:, 0] = self.newest
-        self.counts.fill_(1)
-        self.most, self.is_right = [1] * len(self.most), False
+        index = (self.counts[:, None] - 1 + self.offsets)[..., None]
+        x = x.gather(1, index.expand(-1, -1, x.shape[2]))
+        logits = self.rules(lm.head(lm.norm(x)))
+        drawn = self.noise.at(self.noise.places[:, None] + self.offsets)
+        return self.sampler(logits.flatten(0, 1), drawn).view(index.shape[:2]), after
 
 
 class _Draft:

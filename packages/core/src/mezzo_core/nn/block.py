@@ -140,6 +140,14 @@ class Block(AbstractMixerBlock):
         mixed, state = self.mixer(self.mixer_norm(x), state, cu_seqlens=cu_seqlens, lengths=lengths)
         return self._finish(x, mixed), state
 
+    def look_ahead(
+        self, x: Tensor, state: Any, lengths: Tensor, certain: Tensor
+    ) -> tuple[Tensor, Any]:
+        """Look ahead with the mixer; nothing else depends on other tokens."""
+        x = self.without_padding(x, state, lengths)
+        mixed, state = self.mixer.look_ahead(self.mixer_norm(x), state, lengths, certain)
+        return self._finish(x, mixed), state
+
     def step(self, x: Tensor, state: Any) -> Tensor:
         """Decode one token of every row, (B, 1, C) to (B, 1, C), overwriting the state in place."""
         self.check_input(x, None, None, None)

@@ -19,9 +19,11 @@ from mezzo_core.nn.state import (
     Rows,
     as_rows,
     check_like,
+    only_counts,
     reset_rows,
     select_rows,
     shapes,
+    with_fewer,
 )
 from mezzo_core.ops.checks import check_floating, check_lengths, check_size
 from mezzo_core.ops.packed import check_borders, check_cu_seqlens
@@ -169,6 +171,30 @@ class AbstractSequenceModule(nn.Module, ABC):
         the tensors that grow. If only counters (B,) int64 are overwritten, they count tokens.
         """
         return tuple(0 not in x.shape for x in tree_leaves(self.init_state(1)))
+
+    def look_ahead(
+        self, x: Tensor, state: Any, lengths: Tensor, certain: Tensor
+    ) -> tuple[Tensor, Any]:
+        """Run over tokens of which only the first of each row are certain to stay.
+
+        So a model checks what an assistant proposes, and what is proposed in vain leaves no trace.
+        By default certain tokens are read twice, unless only counts of tokens are overwritten, from
+        which the others can be taken.
+
+        Args:
+            x: (B, T, C).
+            state: the state after the tokens before x.
+            lengths: (B,) int64, the number of real tokens in each row, as in `forward`.
+            certain: (B,) int64, how many of these the state is to have read.
+
+        Returns:
+            y (B, T, C) of all real tokens, and the state after the last certain one.
+        """
+        y, after = self(x, state, lengths=lengths)
+        overwritten = self.overwritten()
+        if only_counts(self.init_state(1), overwritten):
+            return y, with_fewer(after, overwritten, lengths - certain)
+        return y, self(x, state, lengths=certain)[1]
 
     def before_step(self, state: Any, run: Run = run_eagerly) -> None:
         """Do the host's work before the next `step`, such as fetching offloaded memory.

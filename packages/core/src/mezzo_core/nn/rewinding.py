@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from mezzo_core.nn.contract import AbstractSequenceModule, AbstractStack, Run, run_eagerly
-from mezzo_core.nn.state import Rows, only_counts, reset_rows, select_rows
+from mezzo_core.nn.state import Rows, only_counts, reset_rows, select_rows, with_fewer
 from mezzo_core.ops.checks import can_look, check_size, is_read
 from mezzo_core.ops.named import replaced
 
@@ -105,11 +105,8 @@ class Rewinding(AbstractStack):
         if (can_look(n) and not n.any()) if isinstance(n, Tensor) else n == 0:
             return state
         if self._only_counts:
-            fewer = [
-                x - amount.to(x.device) if on else x
-                for x, on in zip(tree_leaves(state.state), self._overwritten, strict=True)
-            ]
-            return replaced(state, state=_rebuilt(state.state, fewer), age=state.age - amount)
+            fewer = with_fewer(state.state, self._overwritten, amount)
+            return replaced(state, state=fewer, age=state.age - amount)
         left = state.age - amount
         inputs = state.inputs[:, : int(state.most.max())]
         _, back = self.module(inputs, self._older(state), lengths=left)

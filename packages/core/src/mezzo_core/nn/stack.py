@@ -78,6 +78,17 @@ class Stack(AbstractStack):
             after.append(new)
         return x, None if state is None else tuple(after)
 
+    def look_ahead(
+        self, x: Tensor, state: tuple[Any, ...], lengths: Tensor, certain: Tensor
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        """Look ahead in block after block."""
+        self._check_depth(state)
+        after = []
+        for block, its_state in zip(self.blocks, state, strict=True):
+            x, new = block.look_ahead(x, its_state, lengths, certain)
+            after.append(new)
+        return x, tuple(after)
+
     def step(self, x: Tensor, state: tuple[Any, ...]) -> Tensor:
         """Decode one token of every row, (B, 1, C) to (B, 1, C), overwriting the state in place."""
         self.check_step(x, state)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from mezzo_core.ops.checks import check_floating, is_read
 
@@ -51,6 +51,13 @@ def only_counts(first: Any, overwritten: Sequence[bool]) -> bool:
     """
     changing = [x for x, on in zip(tree_leaves(first), overwritten, strict=True) if on]
     return all(x.dtype == torch.int64 and x.ndim == 1 for x in changing)
+
+
+def with_fewer(state: Any, overwritten: Sequence[bool], amount: Tensor) -> Any:
+    """Return a state of which `only_counts` is true with so many (B,) tokens fewer in each row."""
+    leaves, tree = tree_flatten(state)
+    parts = zip(leaves, overwritten, strict=True)
+    return tree_unflatten([x - amount.to(x.device) if on else x for x, on in parts], tree)
 
 
 def select_rows(state: Any, rows: Tensor) -> Any:

@@ -51,8 +51,8 @@ def check_size(op: str, name: str, value: Any, least: int = 1) -> None:
         raise ValueError(f"{op}: {name} must be less than 2^63")
 
 
-def check_lengths(op: str, lengths: Any, x: Tensor) -> None:
-    """Check `lengths`, the number of real tokens in each row of x (B, T, ...).
+def check_lengths(op: str, lengths: Any, x: Tensor, name: str = "lengths") -> None:
+    """Check `lengths`, a number of tokens in each row of x (B, T, ...).
 
     Values are checked on a CPU only: reading them would wait for a GPU or break a compiled graph.
 
@@ -61,15 +61,15 @@ def check_lengths(op: str, lengths: Any, x: Tensor) -> None:
         ValueError: if it is not (B,) on x's device, or a length is not from 0 to T.
     """
     if not isinstance(lengths, Tensor):
-        raise TypeError(f"{op}: lengths must be a tensor, got {type(lengths).__name__}")
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(lengths).__name__}")
     if lengths.dtype != torch.int64:
-        raise TypeError(f"{op}: lengths must be int64, got {lengths.dtype}")
+        raise TypeError(f"{op}: {name} must be int64, got {lengths.dtype}")
     if lengths.shape != x.shape[:1] or lengths.device != x.device:
         raise ValueError(
-            f"{op}: lengths must be ({x.shape[0]},) on {x.device}, "
+            f"{op}: {name} must be ({x.shape[0]},) on {x.device}, "
             f"got {tuple(lengths.shape)} on {lengths.device}"
         )
-    check_counts(op, "lengths", lengths, "T", x.shape[1])
+    check_counts(op, name, lengths, "T", x.shape[1])
 
 
 def check_counts(

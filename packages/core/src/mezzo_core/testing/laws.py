@@ -123,7 +123,8 @@ def check_ragged(
     """Assert that a batch of prompts of different lengths decodes as each row would alone.
 
     The prompts are padded on the right with loud garbage and given with `lengths=`; then come
-    `steps` single tokens for all rows. Every row must match a full forward of its own tokens.
+    `steps` single tokens for all rows. Every row must match a full forward of its own tokens. So it
+    must where a module looks ahead at the second half of a prompt, and then goes on from the first.
 
     Args:
         module: the module under test.
@@ -135,12 +136,15 @@ def check_ragged(
     prompts, rows = _prompts(module, prompt_lengths, steps, seed)
     lengths = torch.tensor(prompt_lengths, device=prompts.device)
     with torch.no_grad():
-        y, state = module(prompts, module.init_state(len(rows)), lengths=lengths)
-        outputs = [y]
-        for step in range(steps):
-            y, state = module(_tokens(rows, prompt_lengths, step), state)
-            outputs.append(y)
-        _assert_rows(module, rows, prompt_lengths, outputs, rtol)
+        first = module.init_state(len(rows))
+        y, state = module(prompts, first, lengths=lengths)
+        _assert_goes_on(module, rows, prompt_lengths, y, state, steps, rtol)
+        certain = lengths // 2
+        ahead, state = module.look_ahead(prompts, first, lengths, certain)
+        for row, length in enumerate(prompt_lengths):
+            if length:
+                assert_close(f"row {row} ahead", ahead[row, :length], y[row, :length], rtol=rtol)
+        _assert_goes_on(module, rows, certain.tolist(), ahead, state, steps, rtol)
 
 
 def check_step(
@@ -365,13 +369,23 @@ def _tokens(rows: Sequence[Tensor], prompt_lengths: Sequence[int], step: int) ->
     return torch.cat([row[:, n + step, None] for row, n in zip(rows, prompt_lengths, strict=True)])
 
 
+def _assert_goes_on(
+    module: AbstractSequenceModule, rows: Sequence[Tensor], prompt_lengths: Sequence[int],
+    y: Tensor, state: Any, steps: int, rtol: float,
+) -> None:  # fmt: skip
+    """Compare each row's outputs of the prompt, and of single tokens from the state behind it."""
+    outputs = [y]
+    for step in range(steps):
+        out, state = module(_tokens(rows, prompt_lengths, step), state)
+        outputs.append(out)
+    rows = [row[:, : n + steps] for row, n in zip(rows, prompt_lengths, strict=True)]
+    _assert_rows(module, rows, prompt_lengths, outputs, rtol)
+
+
 def _assert_rows(
-    module: AbstractSequenceModule,
-    rows: Sequence[Tensor],
-    prompt_lengths: Sequence[int],
-    outputs: Sequence[Tensor],
-    rtol: float,
-) -> None:
+    module: AbstractSequenceModule, rows: Sequence[Tensor], prompt_lengths: Sequence[int],
+    outputs: Sequence[Tensor], rtol: float,
+) -> None:  # fmt: skip
     """Compare each row's outputs, of the padded prompts and then of each step, with its forward."""
     for i, (row, length) in enumerate(zip(rows, prompt_lengths, strict=True)):
         if row.shape[1]:

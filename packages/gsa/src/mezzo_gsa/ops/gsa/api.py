@@ -4,6 +4,7 @@ They check their arguments, fill in defaults, and choose an implementation.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -200,6 +201,7 @@ def recurrent_gsa_projected(
     scale: float = 1.0,
     between: Between = "softmax",
     lengths: Int[Tensor, "B"] | None = None,
+    certain: Int[Tensor, "B"] | None = None,
     impl: Impl = "auto",
 ) -> tuple[Float[Tensor, "B T C"], GSAState]:
     """Process a few tokens of every row: all operations of a GSA layer between its projections.
@@ -222,25 +224,28 @@ def recurrent_gsa_projected(
         between: as in `chunk_gsa`.
         lengths: (B,) int64, how many tokens of each row are real; None: all. What follows them
             changes no state, and its y is zero.
+        certain: (B,) int64, at most `lengths`, how many tokens of each row the state is to have
+            read; None: all real ones.
         impl: as in `step_gsa_`.
 
     Returns:
-        y (B, T, C) in the dtype of x, and the state after the last real token of each row.
+        y (B, T, C) in the dtype of x, and the state after the last certain token of each row.
 
     Raises:
         RuntimeError: if a gradient would be needed.
-        TypeError, ValueError: as `step_gsa_projected_`, or if `lengths` does not fit x.
+        TypeError, ValueError: as `step_gsa_projected_`, or if `lengths` or `certain` do not fit x.
     """
     op, form = "recurrent_gsa_projected", StepForm(scale, between, damping, swish, norm_eps)
     check_floating(op, "x", x)
     if x.ndim != 3 or x.shape[1] == 0:
         raise ValueError(f"{op}: x must be (B, T, W) with T at least 1, got {tuple(x.shape)}")
     check_projected(op, x[:, 0], state, num_heads, gate_logits, norm_weight, form)
-    if lengths is not None:
-        check_lengths(op, lengths, x)
+    for name, counts in (("lengths", lengths), ("certain", certain)):
+        if counts is not None:
+            check_lengths(op, counts, x, name)
     check_no_gradients(op, x, gate_logits, norm_weight, *state, because="is for decoding")
     if resolve_impl(op, impl, x.device, unsupported_step(x, state)) == "triton":
-        tensors = (x, lengths, gate_logits, norm_weight, *state)
+        tensors = (x, lengths, certain, gate_logits, norm_weight, *state)
         y, *last = gsa_recurrent_projected(*tensors, num_heads, *form)
         return y, GSAState(*last)
     parts = split_step(x.flatten(0, 1), state, num_heads, gate_logits)
@@ -248,8 +253,11 @@ def recurrent_gsa_projected(
     if swish:
         q, k, v = (F.silu(part) for part in (q, k, v))
     q, k, v, g = skip_padding(lengths, q, k, v, log_gate(logits, damping))
-    out, after = recurrent_gsa(q, k, v, g, scale=scale, between=between, initial_state=state)
+    read = partial(recurrent_gsa, scale=scale, between=between, initial_state=state)
+    out, after = read(q, k, v, g)
     (out,) = skip_padding(lengths, out)
+    if certain is not None:
+        after = read(q, *skip_padding(certain, k, v, g)).final_state
     return gated_norm(out.flatten(2), norm_weight, norm_eps), after
 
 

@@ -271,7 +271,7 @@ def _step_projected(
 
     state = GSAState(slots_k, slots_v)
     parts = split_step(x, state, num_heads, gate_logits)
-    return step.run_layer_steps(parts, norm_weight, state, state, None, StepForm(*form))
+    return step.run_layer_steps(parts, norm_weight, state, state, None, None, StepForm(*form))
 
 
 def _step_projected_fake(
@@ -299,6 +299,7 @@ gsa_step_projected_.register_fake(_step_projected_fake)
 def _recurrent_projected(
     x: Tensor,
     lengths: Tensor | None,
+    certain: Tensor | None,
     gate_logits: Tensor | None,
     norm_weight: Tensor | None,
     slots_k: Tensor,
@@ -306,19 +307,20 @@ def _recurrent_projected(
     num_heads: int,
     *form: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Process a few tokens by kernels; return y (B, T, C) and the state after them."""
+    """Process a few tokens by kernels; return y (B, T, C) and the state after the certain ones."""
     from mezzo_gsa.ops.gsa.triton import step
 
     state = GSAState(slots_k, slots_v)
     after = GSAState(*(torch.empty_like(part) for part in state))
     parts = split_step(x.flatten(0, 1), state, num_heads, gate_logits)
-    y = step.run_layer_steps(parts, norm_weight, state, after, lengths, StepForm(*form))
+    y = step.run_layer_steps(parts, norm_weight, state, after, lengths, certain, StepForm(*form))
     return y.unflatten(0, x.shape[:2]), *after
 
 
 def _recurrent_projected_fake(
     x: Tensor,
     lengths: Tensor | None,
+    certain: Tensor | None,
     gate_logits: Tensor | None,
     norm_weight: Tensor | None,
     slots_k: Tensor,
@@ -334,7 +336,7 @@ gsa_recurrent_projected = torch.library.custom_op(
     "mezzo_gsa::gsa_recurrent_projected",
     _recurrent_projected,
     mutates_args=(),
-    schema="(Tensor x, Tensor? lengths, Tensor? gate_logits, Tensor? norm_weight, "
+    schema="(Tensor x, Tensor? lengths, Tensor? certain, Tensor? gate_logits, Tensor? norm_weight, "
     f"Tensor slots_k, Tensor slots_v, int num_heads, {schema_of(StepForm)})"
     " -> (Tensor, Tensor, Tensor)",
 )

@@ -35,9 +35,21 @@ def _gates(g, s, o_g, o_s, m, inverse_damping, LOGITS: tl.constexpr):
     return b_keep, b_write
 
 
+@triton.jit
+def _counts(lengths, certain, i_b, T):
+    """Return how many tokens of a row are real, and how many of these the new state has read."""
+    num_tokens = T
+    if lengths is not None:
+        num_tokens = tl.minimum(tl.load(lengths + i_b), T)
+    num_certain = num_tokens
+    if certain is not None:
+        num_certain = tl.minimum(tl.load(certain + i_b), num_tokens)
+    return num_tokens, num_certain
+
+
 @triton.jit(do_not_specialize_on_alignment=["T"])
 def step_keys_kernel(
-    q, k, g, s, slots, after, parts, lengths, T, stride_q, stride_k, stride_g, stride_s,
+    q, k, g, s, slots, after, parts, lengths, certain, T, stride_q, stride_k, stride_g, stride_s,
     inverse_damping,
     H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, K: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, LOGITS: tl.constexpr, MAP: tl.constexpr,
@@ -52,10 +64,10 @@ def step_keys_kernel(
     m = m_m[:, None] & m_k[None, :]
     o = i_bh * (M * K) + o_m[:, None] * K + o_k[None, :]
     b_slots = tl.load(slots + o, mask=m, other=0.0)
-    num_tokens = T
-    if lengths is not None:
-        num_tokens = tl.minimum(tl.load(lengths + i_b), T)
+    num_tokens, num_certain = _counts(lengths, certain, i_b, T)
     for t in range(num_tokens):
+        if t == num_certain:
+            tl.store(after + o, b_slots, mask=m)
         row = i_b * T + t
         o_g, o_s = row * stride_g + i_h * M + o_m, row * stride_s + i_h * M + o_m
         b_keep, b_write = _gates(g, s, o_g, o_s, m_m, inverse_damping, LOGITS)
@@ -66,13 +78,14 @@ def step_keys_kernel(
             b_q = load_mapped(q, row * stride_q + i_q * K + o_k, m_k, MAP)
             b_part = tl.sum(b_slots * b_q[None, :], axis=1)
             tl.store(parts + ((row * (H * G) + i_q) * N + i_n) * M + o_m, b_part, mask=m_m)
-    tl.store(after + o, b_slots, mask=m)
+    if num_certain >= num_tokens:
+        tl.store(after + o, b_slots, mask=m)
 
 
 @triton.jit(do_not_specialize_on_alignment=["T"])
 def step_values_kernel(
-    v, g, s, slots, after, parts, out, lengths, T, stride_v, stride_g, stride_s, inverse_damping,
-    scale,
+    v, g, s, slots, after, parts, out, lengths, certain, T, stride_v, stride_g, stride_s,
+    inverse_damping, scale,
     H: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr,
     NK: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr,
     LOGITS: tl.constexpr, MAP: tl.constexpr, BETWEEN: tl.constexpr, SWISH_OUT: tl.constexpr,
@@ -90,10 +103,10 @@ def step_values_kernel(
     m = m_m[:, None] & m_v[None, :]
     o = i_bh * (M * V) + o_m[:, None] * V + o_v[None, :]
     b_slots = tl.load(slots + o, mask=m, other=0.0)
-    num_tokens = T
-    if lengths is not None:
-        num_tokens = tl.minimum(tl.load(lengths + i_b), T)
+    num_tokens, num_certain = _counts(lengths, certain, i_b, T)
     for t in range(num_tokens):
+        if t == num_certain:
+            tl.store(after + o, b_slots, mask=m)
         row = i_b * T + t
         o_g, o_s = row * stride_g + i_h * M + o_m, row * stride_s + i_h * M + o_m
         b_keep, b_write = _gates(g, s, o_g, o_s, m_m, inverse_damping, LOGITS)
@@ -108,7 +121,8 @@ def step_values_kernel(
             if SWISH_OUT:
                 b_o = swish(b_o)
             tl.store(out + i_q * V + o_v, b_o.to(out.dtype.element_ty), mask=m_v)
-    tl.store(after + o, b_slots, mask=m)
+    if num_certain >= num_tokens:
+        tl.store(after + o, b_slots, mask=m)
     if lengths is not None:
         b_zero = tl.zeros([BV], out.dtype.element_ty)
         for t in range(num_tokens, T):
@@ -128,7 +142,7 @@ def run_step(
 ) -> Tensor:
     """Process one token and update the state; arguments and result as in `step_gsa_`."""
     out = torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
-    _launch(q, k, v, g, s, state, state, None, out, form, swish_out=False)
+    _launch(q, k, v, g, s, state, state, None, None, out, form, swish_out=False)
     return out
 
 
@@ -138,6 +152,7 @@ def run_layer_steps(
     state: GSAState,
     after: GSAState,
     lengths: Tensor | None,
+    certain: Tensor | None,
     form: StepForm,
 ) -> Tensor:
     """Process the tokens of a projection, T of each row, as `recurrent_gsa_projected` does.
@@ -148,6 +163,7 @@ def run_layer_steps(
         state: before the first token, of B rows.
         after: is written; may be `state`.
         lengths: (B,), how many tokens of each row are real; None: all.
+        certain: (B,), how many of them `after` is to have read; None: all.
         form: the layer's options.
 
     Returns:
@@ -157,7 +173,7 @@ def run_layer_steps(
     C = q.shape[1] * v.shape[2]
     y = torch.empty((len(q), C), dtype=form.out_dtype or q.dtype, device=q.device)
     out = y if norm_weight is None else torch.empty_like(y, dtype=torch.float32)
-    _launch(q, k, v, logits, None, state, after, lengths, out, form, swish_out=True)
+    _launch(q, k, v, logits, None, state, after, lengths, certain, out, form, swish_out=True)
     if norm_weight is not None:
         norm_heads(out, norm_weight, None, y, form.norm_eps)
     return y
@@ -172,12 +188,13 @@ def _launch(
     state: GSAState,
     after: GSAState,
     lengths: Tensor | None,
+    certain: Tensor | None,
     out: Tensor,
     form: StepForm,
     *,
     swish_out: bool,
 ) -> None:
-    """Write the state after the tokens by both kernels, and out, (B·T, HQ, V) or flattened."""
+    """Write by both kernels the state after the certain tokens, and out, (B·T, HQ, V) or flat."""
     B, H, M, K = state.k.shape
     T = len(q) // max(1, B)
     G, V = q.shape[1] // H, state.v.shape[3]
@@ -195,13 +212,13 @@ def _launch(
     with torch.cuda.device_of(q):
         launch(
             step_keys_kernel, (B * H * NK,),
-            x_q, x_k, x_g, x_s, state.k, after.k, parts, lengths, T,
+            x_q, x_k, x_g, x_s, state.k, after.k, parts, lengths, certain, T,
             stride_q, stride_k, *stride_gs, inverse_damping,
             K=K, BK=BK, **sizes,
         )  # fmt: skip
         launch(
             step_values_kernel, (B * H * ceil_div(V, BV),),
-            x_v, x_g, x_s, state.v, after.v, parts, out, lengths, T,
+            x_v, x_g, x_s, state.v, after.v, parts, out, lengths, certain, T,
             stride_v, *stride_gs, inverse_damping, form.scale,
             V=V, NK=NK, BN=next_power_of_2(NK), BV=BV, BETWEEN=form.between,
             SWISH_OUT=swish_out, **sizes,
