@@ -1,21 +1,15 @@
-"""The trainings of experiments/: what a full run is, and what a short one tells."""
+"""The trainings of experiments/: what a full run is."""
 
 import runpy
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
 import torch
 from mezzo_core.reproduction import Options
-from mezzo_rat.recipes import RECIPES, train_config
 from mezzo_rat.recipes import small as small_size
 
 SCRIPTS = Path(__file__).parents[1] / "experiments"
-small, short = (
-    SimpleNamespace(**runpy.run_path(str(SCRIPTS / f"{name}.py")))
-    for name in ("train_small", "train_200m")
-)
+small = SimpleNamespace(**runpy.run_path(str(SCRIPTS / "train_small.py")))
 FULL = Options(Path("out"), (), torch.device("cuda"), dry_run=False, data="texts")
 
 
@@ -32,14 +26,3 @@ def test_full_small_runs_are_as_the_docstring_says():
     assert long["Attention"].model.mixers[0].rope_base == 500_000
     nope = small.configure(small.IN_POSITIONS, 1024, FULL)
     assert nope["RAT(L=16)-SWA NoPE"].model.mixers[0].rope is None
-
-
-@pytest.mark.parametrize("name", short.NAMES.values())
-def test_a_full_run_is_the_recipe_but_for_its_length_and_batch(name):
-    ours, recipe = train_config(f"200m_{name}", short.SHORT, name), RECIPES[f"200m_{name}"]()
-    names = (field.name for field in fields(recipe))
-    changed = {each for each in names if getattr(ours, each) != getattr(recipe, each)}
-    assert changed == {"steps", "batch_size", "eval_every", "eval_batches"}
-    assert ours.batch_size * ours.seq_len == 131_072
-    assert recipe.batch_size * recipe.seq_len == 8 * 131_072
-    assert ours.compile

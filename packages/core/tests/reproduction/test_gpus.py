@@ -1,6 +1,7 @@
-"""The share of a GPU's peak is told where the peak is known."""
+"""The share of a GPU's peak is told where the peak is known; a process calls what it is given."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -21,3 +22,7 @@ def test_the_share_of_the_peak_counts_six_flops_a_weight_where_it_is_known(monke
         share = gpus.share_of_peak(config, 1e6, gpu)
         assert gpus.has_known_peak(gpu) == (not math.isnan(share)) == (flops is not None)
         assert flops is None or share == pytest.approx(6e8 * weights / flops, rel=0.02)
+
+
+def test_a_process_calls_a_partial():
+    assert gpus.run_processes(1, partial(int, base=2), "101") == {0: 5}

@@ -33,6 +33,11 @@ def test_everything_is_measured_unless_models_are_named(run, tmp_path):
     assert options.models == ("RNN", "Attention")
 
 
+def test_the_tokens_of_a_training_can_be_chosen_where_the_script_says_so(run):
+    told = [run("--dry-run", *words, tokens=1000)[1] for words in ((), ("--tokens", "250"))]
+    assert [options.tokens for (options,) in told] == [1000, 250]
+
+
 @pytest.mark.parametrize("named", [(), ("Attention",), ("Attention", "RNN")])
 def test_of_a_job_of_several_models_those_are_measured_that_are_named(run, named):
     def work(cells, folder, device):

@@ -33,12 +33,17 @@ def run_processes(count: int, work: Callable[..., Found], *arguments: Any) -> di
         max_restarts=0,
     )
     try:
-        found: dict[int, Found] = elastic_launch(launch, work)(*arguments)
+        found: dict[int, Found] = elastic_launch(launch, _call)(work, *arguments)
     except ChildFailedError as error:
         if "OutOfMemoryError" in str(error):
             raise torch.OutOfMemoryError(str(error)) from error
         raise
     return found
+
+
+def _call(work: Callable[..., Found], *arguments: Any) -> Found:
+    """Call what may be a `partial`: the launcher asks for a name."""
+    return work(*arguments)
 
 
 def share_of_peak(config: TrainConfig, tokens_per_second: float, device: torch.device) -> float:

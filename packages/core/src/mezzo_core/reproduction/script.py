@@ -39,6 +39,7 @@ class Options:
     runs: Path = Path("runs/experiments")  # scratch folder
     jobs: int = 1  # trainings at the same time
     cuda_graph: bool = False  # whether small models' steps are replayed
+    tokens: int = 0  # millions of tokens of a training, where that can be chosen
 
     @property
     def text(self) -> "DataConfig":
@@ -96,6 +97,7 @@ def run_script(
     trains: bool = False,
     parallel: bool = False,
     replayed: bool = False,
+    tokens: int = 0,
 ) -> int:
     """Run a script's function on what the command line selects.
 
@@ -106,6 +108,8 @@ def run_script(
         trains: whether it trains: then the command line has the options of text and seeds too.
         parallel: whether it can train several models at the same time.
         replayed: whether its models are so small that their steps may be CUDA graphs.
+        tokens: the millions of tokens of a training, unless the command line says others; 0 if it
+            cannot.
 
     Returns:
         The exit code: 0, or 2 after a mistake that the user can mend, which is told in one line.
@@ -124,6 +128,8 @@ def run_script(
         add("--jobs", type=int, default=1, help="trainings at the same time, over all GPUs")
     if replayed:
         add("--cuda-graph", action="store_true", help="replay steps as CUDA graphs")
+    if tokens:
+        add("--tokens", type=int, default=tokens, help="millions of tokens of a training")
     found = vars(parser.parse_args())
     found["seeds"] = tuple(found.get("seeds", Options.seeds))
     try:

@@ -1,0 +1,180 @@
+"""Train models of 200M weights on a billion tokens each: perplexity, recall, speed and memory.
+
+    python packages/core/experiments/corpus/build.py --out corpus
+    python packages/core/experiments/train_200m.py --data corpus --tokenizer mistral-v1.model \
+        --out packages/core/results/nvidia-h200
+    python packages/core/experiments/train_200m.py --out DIR --dry-run      # toy sizes, on a CPU
+
+All GPUs train one model after another: at 300,000 tokens/s of each, four GPUs take 14 minutes for
+a model, and a few more to compile and to test. A training that was killed goes on from its last
+checkpoint in the scratch folder, at most a tenth of it back. What has ended is not repeated, so one
+lease takes some `--models`, the next one others. `--tokens 250` is a quarter of the training.
+Writes train_200m.json.
+
+All models have one seed and the optimizer of the paper's recipe, whose rate is 6e-4. At C 640, by
+train_six, 1e-3 was the best of three rates for attention, RAT(L=16) and its hybrid, and as good as
+the best for the RNN; at C 384 GSA's best was next to it. A rate falls with the width.
+
+Criteria, written before the run. By train_six the seeds of a model differ by 0.2 to 1.8% in
+perplexity. So a model is better than another if its perplexity is lower by 3%, its recall higher by
+2 points, its needles by 15 points (of 100 questions), its speed by 10%; and it is not worse if the
+other is not better. Of the papers' claims:
+
+- RAT(L=16)'s perplexity is not worse than attention's, and its speed is better.
+- Its hybrid's perplexity is better than attention's, and its speed is not worse.
+- RAT(L=16)'s recall is better than that of the better RNN, and its perplexity is not worse.
+- GSA's perplexity is better than that of the better RNN, and not worse than attention's.
+
+A claim holds if all of it does, and fails if the opposite of a part is found; else it is not
+settled. The needles are told, whatever they are.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import torch
+from mezzo_core.data import NO_TARGET, Batch, load_tokenizer
+from mezzo_core.data.tokenized_corpus import token_store
+from mezzo_core.eval.evaluate import evaluate
+from mezzo_core.eval.ruler import TASKS, Found, Task, measure_ruler
+from mezzo_core.nn.checkpoint import load_model
+from mezzo_core.nn.lm import LM
+from mezzo_core.reproduction import Cell, Entry, Options, run_script
+from mezzo_core.reproduction.gpus import run_processes
+from mezzo_core.reproduction.runner import Job
+from mezzo_core.reproduction.training import in_words, measure_run
+from mezzo_core.train.config import TrainConfig
+from mezzo_gsa import GSAConfig
+from mezzo_rat.recipes import paper_200m, tiny, train_config
+
+GSA = "GSA"
+MODELS = {
+    "RAT(L=16)": "rat_l16",
+    "RAT(L=16)-SWA": "rat_swa",
+    "Attention": "attention",
+    "RNN": "rnn",
+    "RNN, started as RAT(L=16)": "rnn_span16",
+    GSA: "attention",
+}
+"""The recipe of each model; GSA takes attention's place in it."""
+T, BATCH = 4096, 64
+FULL = replace(paper_200m(T), batch_size=BATCH, eval_batches=None, keep_checkpoints=1)
+DRY = replace(
+    tiny(), d_model=32, num_layers=2, head_dim=8, seq_len=128, batch_size=2, steps=2, eval_batches=1
+)
+HELD_OUT = 0.01
+"""Share of the text on which models are tested: four million tokens."""
+PERPLEXITY, SPEED, PEAK = "Val. PPL", "tokens/s of a GPU", "peak GB of a GPU"
+RECALL = "recall, %"
+NEEDLES = {
+    "needle in noise, %": TASKS["ruler_niah_single_1"],
+    "needle in prose, %": TASKS["ruler_niah_single_2"],
+    "one of four needles, %": TASKS["ruler_niah_multikey_1"],
+}
+
+
+def measure(options: Options) -> None:
+    """Train one model after another."""
+    configs = configure(options)
+    first = next(iter(configs.values()))
+    needles, length, questions = NEEDLES, T, 100
+    if options.dry_run:
+        needles = {column: replace(task, max_new_tokens=1) for column, task in NEEDLES.items()}
+        length, questions = 1024, 1
+    tokenizer = load_tokenizer(options.tokenizer)
+    ask = partial(measure_ruler, tokenizer=tokenizer, length=length, num_questions=questions)
+    speeds = (SPEED,) if options.dry_run else (SPEED, PEAK)
+    columns = (PERPLEXITY, *speeds, RECALL, *needles)
+    options.run(
+        "train_200m",
+        [
+            Job(tuple(Cell(m, c) for c in columns), partial(train, config, needles, ask))
+            for m, config in configs.items()
+        ],
+        title="Models of 200M weights, trained on source code and manuals",
+        setting=f"{in_words(first, options.device)}; recall: accuracy on targets that end a pair "
+        f"of tokens which last came {first.seq_len // 4} or more tokens before; needles: RULER's, "
+        f"{questions} questions of {length} tokens",
+        unit="",
+    )
+
+
+def configure(options: Options) -> dict[str, TrainConfig]:
+    """Return the runs of all models."""
+    vocab_size = load_tokenizer(options.tokenizer).vocab_size
+    shared = replace(DRY, data=options.text, vocab_size=vocab_size)
+    if not options.dry_run:
+        steps = options.tokens * 10**6 // (T * BATCH)
+        tenth = max(1, steps // 10)
+        shared = replace(
+            FULL,
+            data=replace(options.text, validation_fraction=HELD_OUT),
+            vocab_size=vocab_size,
+            steps=steps,
+            eval_every=tenth,
+            checkpoint_every=tenth,
+        )
+    configs = {m: train_config(f"200m_{name}", shared, name) for m, name in MODELS.items()}
+    slots = (GSAConfig(num_heads=4, num_slots=64),) * shared.num_layers
+    gsa = configs[GSA]
+    return configs | {GSA: replace(gsa, name="200m_gsa", model=replace(gsa.model, mixers=slots))}
+
+
+def train(
+    config: TrainConfig,
+    needles: Mapping[str, Task],
+    ask: Callable[..., Found],
+    cells: tuple[Cell, ...],
+    folder: Path,
+    device: torch.device,
+) -> Iterator[list[Entry]]:
+    """Yield what a training on all GPUs says of itself, then what is measured of the model."""
+    folder = folder / f"{config.name}_{config.steps}"
+    count = torch.cuda.device_count() if device.type == "cuda" else 1
+    by_rank = run_processes(
+        count, partial(measure_run, resume=True), config, folder, torch.device(device.type)
+    )
+    found = by_rank[0]
+    values = {
+        PERPLEXITY: found.pop("perplexity"),
+        SPEED: found["tokens_per_second"] / count,
+        PEAK: max(each["peak_gb"] or 0 for each in by_rank.values()),
+    }
+    if told := [cell for cell in cells if cell.column in values]:
+        yield [c.entry(values[c.column], **(found if c.column == PERPLEXITY else {})) for c in told]
+    model, _, _ = load_model(folder / "model", device=device)
+    for cell in cells:
+        if cell.column == RECALL:
+            yield [cell.entry(recall(model, config))]
+        elif cell.column in needles:
+            yield [cell.entry(ask(model, task=needles[cell.column]).score)]
+
+
+def recall(model: LM, config: TrainConfig) -> float:
+    """Return the accuracy, in %, on the recalled targets of the validation part."""
+    text = config.data.build(config.seq_len, token_store())
+    rows = text.validation_batches(config.micro_batch_size or config.batch_size)
+    batches = (recalled(batch, config.seq_len // 4) for batch in islice(rows, config.eval_batches))
+    return 100 * evaluate(model, batches, precision=config.precision).accuracy
+
+
+def recalled(batch: Batch, distance: int) -> Batch:
+    """Keep the targets that end a pair of tokens which last came so many tokens before, or more.
+
+    So they can be told from the context alone, and not from what is near (Arora et al., "Zoology",
+    2023, section 3.1).
+    """
+    pairs = batch.tokens << 32 | batch.targets
+    places = pairs.argsort(dim=1, stable=True)
+    ordered = pairs.gather(1, places)
+    since = places.diff(dim=1) * (ordered.diff(dim=1) == 0)
+    since = torch.zeros_like(places).scatter(1, places[:, 1:], since)
+    return Batch(batch.tokens, batch.targets.where(since >= distance, NO_TARGET))
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(measure, __doc__, tuple(MODELS), trains=True, tokens=1000))

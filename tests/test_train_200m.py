@@ -1,0 +1,53 @@
+"""The long training: its models differ in their mixers alone, and recall counts what it says."""
+
+import runpy
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from mezzo_core.data import NO_TARGET, Batch
+from mezzo_core.reproduction import Options
+
+SCRIPT = Path(__file__).parents[1] / "packages/core/experiments/train_200m.py"
+long = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
+FULL = Options(Path("out"), (), torch.device("cuda"), dry_run=False, data="corpus", tokens=1000)
+VOCAB = 32_000
+
+
+@pytest.fixture
+def configs(monkeypatch):
+    tokenizer = SimpleNamespace(vocab_size=VOCAB)
+    monkeypatch.setitem(long.configure.__globals__, "load_tokenizer", lambda _: tokenizer)
+    return long.configure(FULL)
+
+
+def test_full_runs_differ_in_their_mixers_alone(configs):
+    assert len({config.name for config in configs.values()}) == len(configs) == 6
+    first = configs["Attention"]
+    for config in configs.values():
+        model = replace(config.model, mixers=first.model.mixers)
+        assert replace(config, name=first.name, model=model) == first
+        with torch.device("meta"):
+            assert 183e6 < config.model.build().num_parameters() < 188e6
+    assert len({config.model.mixers for config in configs.values()}) == len(configs)
+
+
+def test_a_full_run_has_a_billion_tokens_of_the_recipe(configs):
+    config, recipe = configs["RAT(L=16)"], long.paper_200m(4096)
+    assert config.steps * config.batch_size * config.seq_len == pytest.approx(1e9, rel=0.001)
+    assert config.optim == recipe.optim
+    assert config.compile
+    assert config.steps / config.checkpoint_every == pytest.approx(10, rel=0.01)
+
+
+def test_recalled_targets_end_a_pair_that_came_long_before():
+    tokens = torch.tensor([[1, 2, 3, 1, 2, 4, 1, 2, 4, 9, 1, 3]])
+    batch = long.recalled(Batch(tokens[:, :-1], tokens[:, 1:]), 3)
+    #           pair: 12 23 31 12 24 41 12 24 49 91 13; 12 and 24 come again 3 tokens later
+    kept = [[0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0]]
+    assert (batch.targets != NO_TARGET).long().tolist() == kept
+    assert torch.equal(batch.tokens, tokens[:, :-1])
+    further = long.recalled(Batch(tokens[:, :-1], tokens[:, 1:]), 4)
+    assert (further.targets == NO_TARGET).all(), "the last time counts, not the first"
