@@ -4,14 +4,13 @@
     mezzo-rat train small_rat_l16 --data corpus --tokenizer gpt2/
 
 pip downloads the wheels, which are pinned by version and checksum, and runs nothing of them. Of
-their files, those that people wrote become documents, each once. They are in the order of their
-checksums, so each part of the text is a sample of the whole. Writes text_000.jsonl.xz and so on,
-and packages.json: each package's licence, documents and bytes. The same packages give the same
-files, if xz is of the same version.
+their files, those that people wrote become documents, but for near copies of others. They are in
+the order of their checksums, so each part of the text is a sample of the whole. Writes
+text_000.jsonl.xz and so on, and packages.json: each package's licence, documents and bytes. The
+same packages give the same files, if xz is of the same version.
 """
 
 import argparse
-import hashlib
 import json
 import lzma
 import re
@@ -21,6 +20,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from email import message_from_bytes
 from functools import partial
+from hashlib import blake2b, sha256
+from heapq import nsmallest
 from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,10 +39,12 @@ HEAD = 2000
 """Characters in which a file says that it is generated."""
 SHARD = 2**27
 """Bytes of JSON in one file, which xz makes six times smaller."""
+RUN, SKETCH = 5, 16
+"""Lines of a run, and runs that stand for a text."""
 
 
 class Document(NamedTuple):
-    """A file of a wheel. Documents are sorted by the checksum of their words."""
+    """A file of a wheel. Documents are sorted by their checksums."""
 
     checksum: bytes
     wheel: int
@@ -68,8 +71,7 @@ def main() -> int:
 
 def build(wheels: Sequence[ZipFile], out: Path) -> None:
     """Write the documents of the wheels, and what each package gave."""
-    once = {each.checksum: each for i in range(len(wheels)) for each in documents_of(wheels[i], i)}
-    documents = sorted(once.values())
+    documents = sorted(find_documents(wheels))
     with ThreadPoolExecutor() as pool:  # xz lets other threads run
         list(pool.map(partial(write_shard, out), count(), shards(records(wheels, documents))))
     told = []
@@ -80,17 +82,30 @@ def build(wheels: Sequence[ZipFile], out: Path) -> None:
     (out / "packages.json").write_text(f"{content}\n", encoding="utf-8")
 
 
-def documents_of(wheel: ZipFile, number: int) -> Iterator[Document]:
-    """Yield the files of a wheel that become documents."""
-    for info in wheel.infolist():
-        if info.filename.endswith(SUFFIXES) and SMALLEST <= info.file_size <= LARGEST:
+def find_documents(wheels: Sequence[ZipFile]) -> Iterator[Document]:
+    """Yield the files that become documents. In a near copy, half of the runs are known."""
+    seen: set[bytes] = set()
+    for number, wheel in enumerate(wheels):
+        for info in wheel.infolist():
+            if not info.filename.endswith(SUFFIXES) or not SMALLEST <= info.file_size <= LARGEST:
+                continue
             try:
                 text = wheel.read(info).decode()
             except UnicodeDecodeError:
                 continue
-            if is_written(text):
-                words = " ".join(text.split())
-                yield Document(hashlib.sha256(words.encode()).digest(), number, info.filename)
+            if is_written(text) and 2 * len(seen & (runs := sketch(text))) < len(runs):
+                seen |= runs
+                yield Document(sha256(text.encode()).digest(), number, info.filename)
+
+
+def sketch(text: str) -> set[bytes]:
+    """Return the smallest checksums of runs of lines: similar texts share most of them.
+
+    Broder, "On the resemblance and containment of documents", 1997.
+    """
+    lines = [line for line in map(str.strip, text.splitlines()) if line]
+    runs = {"\n".join(lines[i : i + RUN]) for i in range(max(1, len(lines) - RUN + 1))}
+    return set(nsmallest(SKETCH, (blake2b(run.encode(), digest_size=8).digest() for run in runs)))
 
 
 def is_written(text: str) -> bool:
