@@ -60,6 +60,8 @@ class AbstractSequenceModule(nn.Module, ABC):
     """The type that `init_state` returns."""
 
     _templates: "dict[torch.device, Any] | None" = None
+    _counts: tuple[bool, ...] | None = None
+    """Which tensors of a state count tokens, if nothing else is overwritten."""
 
     @abstractmethod
     def forward(
@@ -190,10 +192,12 @@ class AbstractSequenceModule(nn.Module, ABC):
         Returns:
             y (B, T, C) of all real tokens, and the state after the last certain one.
         """
+        if self._counts is None:  # told once, so that a CUDA graph holds no new state
+            overwritten = self.overwritten()
+            self._counts = overwritten if only_counts(self.init_state(1), overwritten) else ()
         y, after = self(x, state, lengths=lengths)
-        overwritten = self.overwritten()
-        if only_counts(self.init_state(1), overwritten):
-            return y, with_fewer(after, overwritten, lengths - certain)
+        if self._counts:
+            return y, with_fewer(after, self._counts, lengths - certain)
         return y, self(x, state, lengths=certain)[1]
 
     def before_step(self, state: Any, run: Run = run_eagerly) -> None:
