@@ -18,7 +18,7 @@ DRT = PAPER_NAMES["drt1"]
 WORDS = {
     "core/attention": (),
     "core/context": ("--models", "GSA, 1 GPU", "RAT(L=16), 2 GPUs"),
-    "core/train_200m": ("--models", "GSA"),
+    "core/train_200m": ("--models", "GSA", "--data", "embedded"),
     "drt/needles": (*ONE, "--models", DRT),
     "drt/train_documents": (*ONE, "--models", DRT, f"{DRT}, projected"),
     "gsa/ablation": (*ONE, "1", "--models", "HGRN2"),
@@ -61,7 +61,7 @@ def test_a_rehearsal_fills_the_files_that_are_committed(name, tmp_path, monkeypa
     monkeypatch.setattr(RunLog, "plot", lambda log: None)  # would take most of the time
     monkeypatch.setattr(gpus, "run_processes", lambda _, work, *given: {0: work(*given)})
     command = ["--dry-run", "--out", "results/cpu", *WORDS[name]]
-    if "trains=True" in path.read_text(encoding="utf-8"):
+    if "trains=True" in path.read_text(encoding="utf-8") and "--data" not in command:
         Path("words.txt").write_text("half of the notes stand between a rest and a song " * 400)
         command += ["--data", "words.txt"]
     assert run_script(path, *command) == 0

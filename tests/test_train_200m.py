@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from mezzo_core.data import NO_TARGET, Batch
+from mezzo_core.data import NO_TARGET
 from mezzo_core.reproduction import Options
 
 SCRIPT = Path(__file__).parents[1] / "packages/core/experiments/train_200m.py"
@@ -42,12 +42,13 @@ def test_a_full_run_has_a_billion_tokens_of_the_recipe(configs):
     assert config.steps / config.checkpoint_every == pytest.approx(10, rel=0.01)
 
 
-def test_recalled_targets_end_a_pair_that_came_long_before():
-    tokens = torch.tensor([[1, 2, 3, 1, 2, 4, 1, 2, 4, 9, 1, 3]])
-    batch = long.recalled(Batch(tokens[:, :-1], tokens[:, 1:]), 3)
-    #           pair: 12 23 31 12 24 41 12 24 49 91 13; 12 and 24 come again 3 tokens later
-    kept = [[0, 0, 0, 1, 0, 0, 1, 1, 0, 0, 0]]
-    assert (batch.targets != NO_TARGET).long().tolist() == kept
-    assert torch.equal(batch.tokens, tokens[:, :-1])
-    further = long.recalled(Batch(tokens[:, :-1], tokens[:, 1:]), 4)
-    assert (further.targets == NO_TARGET).all(), "the last time counts, not the first"
+def test_recalled_targets_end_a_rare_pair_that_came_long_before():
+    rows = torch.tensor(
+        [[1, 2, 3, 1, 2, 4, 1, 2, 4, 9, 1, 3], [1, 2, 5, 8, 7, 8, 1, 2, 7, 6, 6, 6]]
+    )
+    tokens, targets = rows[:, :-1], rows[:, 1:]
+    kept = (long.recalled(tokens, targets, 3) != NO_TARGET).nonzero()
+    assert kept.tolist() == [[0, 7]], "(2, 4); both rows have (1, 2)"
+    kept = (long.recalled(tokens, targets, 1) != NO_TARGET).nonzero()
+    assert kept.tolist() == [[0, 7], [1, 10]]
+    assert (long.recalled(tokens, targets, 4) == NO_TARGET).all(), "the last time counts"

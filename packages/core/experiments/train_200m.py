@@ -50,6 +50,7 @@ from mezzo_core.reproduction.training import in_words, measure_run
 from mezzo_core.train.config import TrainConfig
 from mezzo_gsa import GSAConfig
 from mezzo_rat.recipes import paper_200m, tiny, train_config
+from torch import Tensor
 
 GSA = "GSA"
 MODELS = {
@@ -98,8 +99,8 @@ def measure(options: Options) -> None:
         ],
         title="Models of 200M weights, trained on source code and manuals",
         setting=f"{in_words(first, options.device)}; recall: accuracy on targets that end a pair "
-        f"of tokens which last came {first.seq_len // 4} or more tokens before; needles: RULER's, "
-        f"{questions} questions of {length} tokens",
+        f"of tokens which no other row has, and this one last {first.seq_len // 4} or more tokens "
+        f"before; needles: RULER's, {questions} questions of {length} tokens",
         unit="",
     )
 
@@ -162,25 +163,33 @@ def train(
 
 
 def recall(model: LM, config: TrainConfig) -> float:
-    """Return the accuracy, in %, on the recalled targets of the validation part."""
+    """Return the accuracy, in %, on the recalled targets of the held-out part."""
     text = config.data.build(config.seq_len, token_store())
-    rows = text.validation_batches(config.micro_batch_size or config.batch_size)
-    batches = (recalled(batch, config.seq_len // 4) for batch in islice(rows, config.eval_batches))
-    return 100 * evaluate(model, batches, precision=config.precision).accuracy
+    size = config.micro_batch_size or config.batch_size
+    batches = [*islice(text.validation_batches(size), config.eval_batches)]
+    tokens, targets = (torch.cat([getattr(b, of) for b in batches]) for of in ("tokens", "targets"))
+    wanted = recalled(tokens, targets, config.seq_len // 4)
+    rows = map(Batch, tokens.split(size), wanted.split(size))
+    return 100 * evaluate(model, rows, precision=config.precision).accuracy
 
 
-def recalled(batch: Batch, distance: int) -> Batch:
-    """Keep the targets that end a pair of tokens which last came so many tokens before, or more.
+def recalled(tokens: Tensor, targets: Tensor, distance: int) -> Tensor:
+    """Keep the targets that end a pair of tokens which no other row has, and this one has before.
 
-    So they can be told from the context alone, and not from what is near (Arora et al., "Zoology",
-    2023, section 3.1).
+    The pair last came `distance` tokens before, or more. So the context tells the target: a pair
+    that is so rare was hardly learned (Arora et al., "Zoology", 2023, section 3.1).
     """
-    pairs = batch.tokens << 32 | batch.targets
+    pairs = tokens << 32 | targets
     places = pairs.argsort(dim=1, stable=True)
-    ordered = pairs.gather(1, places)
-    since = places.diff(dim=1) * (ordered.diff(dim=1) == 0)
-    since = torch.zeros_like(places).scatter(1, places[:, 1:], since)
-    return Batch(batch.tokens, batch.targets.where(since >= distance, NO_TARGET))
+    again = pairs.gather(1, places).diff(dim=1) == 0
+    since = torch.zeros_like(places).scatter(1, places[:, 1:], places.diff(dim=1) * again)
+    each, number = pairs.unique(return_inverse=True)
+    row = torch.arange(len(pairs))[:, None].expand_as(pairs).flatten()
+    first, last = (
+        torch.zeros_like(each).scatter_reduce(0, number.flatten(), row, how, include_self=False)
+        for how in ("amin", "amax")
+    )
+    return targets.where((since >= distance) & (first == last)[number], NO_TARGET)
 
 
 if __name__ == "__main__":
