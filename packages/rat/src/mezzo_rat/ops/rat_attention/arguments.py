@@ -141,9 +141,8 @@ def split_projection(op: str, zvgqk: Tensor, num_heads: int, num_groups: int) ->
             f"{op}: zvgqk must be (B, T, W) with W a multiple of 3 H + 2 G = {3 * H + 2 * G}, "
             f"got {tuple(zvgqk.shape)}"
         )
-    D = zvgqk.shape[2] // (3 * H + 2 * G)
-    views = zvgqk.split([n * D for n in (H, H, H, G, G)], dim=-1)
-    return Parts(*(x.unflatten(-1, (-1, D)) for x in views))
+    heads = zvgqk.unflatten(2, (3 * H + 2 * G, -1))
+    return Parts(*heads.split([H, H, H, G, G], dim=2))
 
 
 def check_request(
