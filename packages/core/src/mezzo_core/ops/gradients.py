@@ -139,10 +139,12 @@ def _is_eager(inputs: tuple[Any, ...]) -> bool:
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return False
     for x in inputs:
-        if isinstance(x, list):
-            if not _is_eager(tuple(x)):
+        if x is None:
+            continue
+        if type(x) in _PLAIN:
+            if x.is_meta:
                 return False
-        elif isinstance(x, Tensor) and (type(x) not in _PLAIN or x.is_meta):
+        elif isinstance(x, Tensor) or (type(x) is list and not _is_eager(tuple(x))):
             return False
     return True
 
