@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mezzo_core.ops.gradients import register_gradient
+from mezzo_core.ops.gradients import register_gradient, undispatched
 from mezzo_core.ops.packed import check_borders
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.ops.scan import reference
@@ -86,8 +86,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _backward(ctx: Any, dout: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ...]:
     saved = Saved(*ctx.saved_tensors)
-    da, dx, dh0 = _linear_scan_bwd(dout, dfinal, *saved, ctx.chunk_size, ctx.impl)
+    da, dx, dh0 = _call_bwd(dout, dfinal, *saved, ctx.chunk_size, ctx.impl)
     return da, dx, (None if saved.initial_state is None else dh0), None, None, None
 
 
+_call_bwd = undispatched(_linear_scan_bwd)
 differentiable_linear_scan = register_gradient(_linear_scan, _backward, _save)

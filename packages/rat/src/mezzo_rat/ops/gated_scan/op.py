@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from mezzo_core.ops.gradients import register_gradient
+from mezzo_core.ops.gradients import register_gradient, undispatched
 from mezzo_core.ops.packed import check_borders
 from torch import Tensor
 
@@ -101,7 +101,7 @@ def _backward(
     if dout is None:
         B, T, _ = saved.zvg.shape
         dout = saved.zvg.new_zeros(()).expand(B, T, saved.kept.shape[2])
-    dzvg, dbias, dh0 = _gated_scan_bwd(dout, dfinal, *saved)
+    dzvg, dbias, dh0 = _call_bwd(dout, dfinal, *saved)
     return (
         dzvg,
         None if saved.gate_bias is None else dbias,
@@ -112,4 +112,5 @@ def _backward(
     )
 
 
+_call_bwd = undispatched(_gated_scan_bwd)
 differentiable_gated_scan = register_gradient(_gated_scan, _backward, _save)
