@@ -256,7 +256,8 @@ def reserve_cache(state: KVCache, num_tokens: int, window_size: int | None = Non
     S = _num_slots(longest + num_tokens, window_size)
     # If a row has more tokens than slots, the slots are a full ring of W, which stays as it is.
     kept = min(longest, state.k.shape[1])
-    k, v = (x.new_zeros(x.shape[0], S, *x.shape[2:]) for x in state[:2])
+    shape = state.k.shape[0], S, *state.k.shape[2:]
+    k, v = state.k.new_zeros(shape), state.v.new_zeros(shape)
     k[:, :kept], v[:, :kept] = state.k[:, :kept], state.v[:, :kept]
     return KVCache(k, v, state.lengths.clone())
 
