@@ -114,6 +114,7 @@ class _Pair:
                 for row, (*new, count) in zip(rows, each, strict=True):
                     row.extend(new[:count])
                 counts = [count for *_, count in each]
+                target.note(counts)
                 draft.note(counts)
                 moved = [count for count in counts if count]
                 usual += (sum(moved) / len(moved) - usual) / 4
@@ -169,12 +170,14 @@ class _Target:
         self.model, self.sampler, self.noise, self.rules = model, sampler, noise, rules
         self.is_fixed = not grows(model.init_state(1))
         self.state = model.reserve(state, 0) if self.is_fixed else state
-        in_graphs = self.is_fixed and newest.is_cuda
-        self.graphs = Graphs(newest.device if in_graphs else torch.device("cpu"))
+        self.in_graphs = self.is_fixed and newest.is_cuda
+        self.graphs = Graphs(newest.device if self.in_graphs else torch.device("cpu"))
         # Of each row `counts` tokens are pending, the last of them is the newest; others follow.
         self.tokens = newest.new_zeros(len(newest), 2 * num_drafted + 2)
         self.tokens[:, 0] = newest.clamp(min=0)
         self.counts, self.lengths = torch.ones_like(newest), torch.zeros_like(newest)
+        self.most = 1  # the largest count, on the host, so that nobody waits
+        self.num_read = self.tokens.shape[1]
         self.offsets = torch.arange(num_drafted + 1, device=newest.device)
 
     @property
@@ -190,6 +193,8 @@ class _Target:
         n = proposed.shape[1]
         self.tokens.scatter_(1, self.counts[:, None] + self.offsets[:n], proposed)
         self.lengths.copy_(self.counts + n)
+        if not self.in_graphs:  # a state that grows has room for all that is read, and keeps it
+            self.num_read = self.most + n
         self.best, after = self.graphs.run(_Target._forward, self)
         if not self.is_fixed:
             self.state = after
@@ -201,14 +206,18 @@ class _Target:
         self.tokens[:, 1 : 1 + len(self.offsets)] = self.best.clamp(min=0)
         self.counts.copy_(taken + 1)
 
+    def note(self, taken: Sequence[int]) -> None:
+        """Note on the host what was taken."""
+        self.most = 1 + max(taken)
+
     def _forward(self) -> tuple[Tensor, Any]:
         lm = self.model
         x, after = lm.stack.look_ahead(
-            lm.embed(self.tokens), self.state, self.lengths, self.counts - 1
+            lm.embed(self.tokens[:, : self.num_read]), self.state, self.lengths, self.counts - 1
         )
         if self.is_fixed:
             torch._foreach_copy_(tree_leaves(self.state), tree_leaves(after))
-        index = (self.counts[:, None] - 1 + self.offsets)[..., None]
+        index = (self.counts[:, None] - 1 + self.offsets).clamp(max=self.num_read - 1)[..., None]
         x = x.gather(1, index.expand(-1, -1, x.shape[2]))
         logits = self.rules(lm.head(lm.norm(x)))
         drawn = self.noise.at(self.noise.places[:, None] + self.offsets)
