@@ -80,7 +80,7 @@ def tokens(B, T, HQ, H, M, D, dtype):
     x = torch.zeros(B, T, (HQ + 2 * H) * D + H * M, dtype=dtype)
     lengths, weight = torch.zeros(B, dtype=torch.int64), torch.zeros(HQ * D, dtype=dtype)
     form = StepForm(1.0, "softmax", 8.0, True)
-    gsa_recurrent_projected(x, lengths, None, weight, *empty(B, H, M, D, D), HQ, *form)
+    gsa_recurrent_projected(x, lengths, lengths, None, weight, *empty(B, H, M, D, D), HQ, *form)
 
 
 def empty(B, H, M, K, V):
