@@ -111,7 +111,7 @@ class GatedABC(AbstractMixer):
         (s,) = skip_padding(lengths, s, fill=float("-inf"))
         out, after = chunk_abc(
             q, k, v, s, reading="code", scale=self.scale, cu_seqlens=cu_seqlens,
-            initial_state=None if state is None else ABCState(*state[:3]),
+            initial_state=None if state is None else _memories(state),
         )  # fmt: skip
         if state is not None:
             state = GatedABCState(*after, state.lengths + (T if lengths is None else lengths))
@@ -122,7 +122,7 @@ class GatedABC(AbstractMixer):
         self.check_step(x, state)
         q, k, v, z, s = self._project(x, state.lengths[:, None])
         out = step_abc_(
-            q[:, 0], k[:, 0], v[:, 0], s[:, 0], ABCState(*state[:3]),
+            q[:, 0], k[:, 0], v[:, 0], s[:, 0], _memories(state),
             reading="code", scale=self.scale,
         )  # fmt: skip
         state.lengths.add_(1)
@@ -167,6 +167,10 @@ class GatedABC(AbstractMixer):
         _, H, K, V = self.heads
         weights = self.in_proj.weight.numel() + self.out_proj.weight.numel()
         return 2 * weights + 5 * H * self.config.num_slots * (K + V) + H * V
+
+
+def _memories(state: GatedABCState) -> ABCState:
+    return ABCState(state.k, state.v, state.z)
 
 
 def _check_bounds(bounds: tuple[float, float]) -> None:

@@ -7,6 +7,7 @@ done while the kernel before still runs: it may read there what older kernels wr
 nothing.
 """
 
+from inspect import signature
 from typing import Any
 
 import triton
@@ -21,6 +22,8 @@ from triton.runtime import driver
 FEW, FEW_OF_ALL = 128, 384
 HOPPER = 90
 """The first NVIDIA GPUs that can, by their compute capability times ten."""
+CAN_COMPILE = "_semantic" in signature(gdc_wait).parameters
+"""Whether Triton can compile what waits: Triton 3.4 has the functions, but not as it calls them."""
 
 
 def are_few(x: Tensor) -> bool:
@@ -31,7 +34,7 @@ def are_few(x: Tensor) -> bool:
 
 def early(x: Tensor) -> dict[str, Any]:
     """Return the constants of a launch on rows x (m, s, B, C) that begins early where that pays."""
-    if are_few(x) and not knobs.runtime.interpret:
+    if CAN_COMPILE and are_few(x) and not knobs.runtime.interpret:
         target = driver.active.get_current_target()
         if target.backend == "cuda" and target.arch >= HOPPER:
             return {"EARLY": True, "launch_pdl": True}
