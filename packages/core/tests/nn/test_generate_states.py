@@ -53,6 +53,16 @@ def test_an_assistant_changes_no_token(any_model, config, assistant):
         assert helped == plain
 
 
+def test_a_check_may_read_more_places_than_it_has_tokens(any_model, config, monkeypatch):
+    """As in a CUDA graph, which has room for as many tokens as there may be."""
+    always = property(lambda _: True, lambda *_: None)
+    monkeypatch.setattr(assisted._Target, "in_graphs", always, raising=False)
+    plain = generate(any_model, PROMPTS, max_new_tokens=20)
+    for helper in (build(config, "attention", seed=1), any_model):
+        options = {"assistant": helper, "num_drafted": 4}
+        assert generate(any_model, PROMPTS, max_new_tokens=20, **options) == plain
+
+
 @pytest.mark.parametrize(("kind", "reads_again"), [("running mean", True), ("attention", False)])
 def test_what_is_certain_is_read_again_unless_only_counts_change(config, kind, reads_again):
     model, calls = build(config, kind), []

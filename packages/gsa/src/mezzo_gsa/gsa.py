@@ -184,10 +184,10 @@ class GSA(AbstractMixer):
         self, x: Tensor, state: GSAState, lengths: Tensor, certain: Tensor
     ) -> tuple[Tensor, GSAState]:
         """Run over tokens of which the first are certain; see AbstractMixer."""
-        if not self._are_few(x, state):
-            return super().look_ahead(x, state, lengths, certain)
         self.check_input(x, state, None, lengths)
-        return self._one_after_another(x, state, lengths, certain)
+        if self._are_few(x, state):
+            return self._one_after_another(x, state, lengths, certain)
+        return super().look_ahead(x, state, lengths, certain)
 
     def step(self, x: Tensor, state: GSAState) -> Tensor:
         """Decode one token of every row, overwriting the state in place; see AbstractMixer."""
