@@ -5,11 +5,10 @@
         --out packages/core/results/nvidia-h200
     python packages/core/experiments/train_200m.py --out DIR --dry-run      # toy sizes, on a CPU
 
-All GPUs train one model after another: at 350,000 tokens/s of each, eight GPUs take six minutes for
-a model, and three more to compile and to test. `--jobs 4 --tokens 400` trains four models at a
-time, each on one GPU, with fewer tokens: 20 minutes. A training that was killed goes on from its
-last checkpoint in the scratch folder, at most a tenth of it back; what has ended is not repeated,
-so one lease takes some `--models`, the next one others. Writes train_200m.json.
+All GPUs train one model after another. `--jobs 4 --tokens 400` trains four models at a time, each
+on one GPU, with 400 million tokens. A training that was killed goes on from its last checkpoint in
+the scratch folder, at most a tenth of it back; what has ended is not repeated, so `--models` can be
+trained on different days. Writes train_200m.json.
 
 All models have one seed and the optimizer of the paper's recipe, whose rate is 6e-4. At C 640, by
 train_six, 1e-3 was the best of three rates for attention, RAT(L=16) and its hybrid, and as good as

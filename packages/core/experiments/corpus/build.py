@@ -39,7 +39,7 @@ GENERATED = re.compile(r"generated (by|from|code|file)|auto-?generated|do not (e
 HEAD = 2000
 """Characters in which a file says that it is generated."""
 SHARD = 2**27
-"""Bytes of JSON in one file, which xz makes six times smaller."""
+"""Bytes of JSON in one file, before xz makes them fewer."""
 RUN, SKETCH = 5, 16
 """Lines of a run, and runs that stand for a text."""
 
