@@ -15,7 +15,6 @@ is.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
@@ -70,7 +69,7 @@ def assisted_tokens(
     del state  # the prompt's own copy
     room = max_new_tokens + 2 * m  # a row that is done may have m more, and m + 1 more are read
     draft = _Draft(assistant, prompts, prefill_tokens, newest, m, room, sampler, noise, rules)
-    with lent(model, _Pair(target, draft, noise)) as pair:
+    with lent(model, _Pair(target, draft, noise, max_new_tokens)) as pair:
         yield from pair.tokens(newest, m, max_new_tokens)
 
 
@@ -78,22 +77,19 @@ _LEAD = 32
 """How many tokens a row can be ahead of the slowest one: so long its random numbers are kept."""
 
 
-def _taken(best: Tensor, proposed: Tensor, places: Tensor, max_new_tokens: int) -> Tensor:
-    """Return how many of the best tokens (B, m + 1) each row takes, given n that were proposed.
-
-    All that are right, and one more. A row that is done goes no further, as there is no room, and
-    one that is far ahead waits.
-    """
-    right = (best[:, : proposed.shape[1]] == proposed).long().cumprod(1).sum(1)
-    stays = (places >= max_new_tokens) | (places > places.min() + _LEAD)
-    return (right + 1).masked_fill(stays, 0)
-
-
-@dataclass
 class _Pair:
-    target: "_Target"
-    draft: "_Draft"
-    noise: "_Noise"
+    """Both models, and what they do in a round.
+
+    Where the model's state keeps its size, all that follows a proposal is one CUDA graph on a GPU.
+    """
+
+    def __init__(
+        self, target: "_Target", draft: "_Draft", noise: "_Noise", max_new_tokens: int
+    ) -> None:
+        self.target, self.draft, self.noise = target, draft, noise
+        device = noise.places.device
+        self.graphs = Graphs(device if target.in_graphs else torch.device("cpu"))
+        self.end = noise.places.new_tensor(max_new_tokens)  # graphs read it
 
     def tokens(self, newest: Tensor, m: int, max_new_tokens: int) -> Iterator[Tensor]:
         """Yield the newest token of every row (B,), and the next ones, round after round."""
@@ -103,14 +99,10 @@ class _Pair:
         for step in range(max_new_tokens):
             while any(len(row) <= step for row in rows):
                 noise.draw(max(map(len, rows)) + m + 1)
-                proposed = draft.propose(min(m, ceil(1.5 * usual)))
-                best = target.check(proposed)
-                taken = _taken(best, proposed, noise.places, max_new_tokens)
-                found = torch.cat([best, taken[:, None]], 1)
-                noise.places += taken
-                target.take(taken)
-                draft.take(taken, target.newest)
-                each = found.tolist()  # the one wait for a GPU
+                count = min(m, ceil(1.5 * usual))
+                draft.propose(count)
+                target.expect(count)
+                each = self.graphs.run(_Pair._check, self).tolist()  # the one wait for a GPU
                 for row, (*new, count) in zip(rows, each, strict=True):
                     row.extend(new[:count])
                 counts = [count for *_, count in each]
@@ -119,6 +111,33 @@ class _Pair:
                 moved = [count for count in counts if count]
                 usual += (sum(moved) / len(moved) - usual) / 4
             yield torch.tensor([row[step] for row in rows])
+
+    def _check(self) -> Tensor:
+        """Check what is proposed, and take what is right.
+
+        Returns:
+            (B, m + 2): the best tokens of each row, and how many of them are taken.
+        """
+        target, draft = self.target, self.draft
+        proposed, num_proposed = draft.proposed, draft.count - 1
+        best = target.check(proposed, num_proposed)
+        taken = self._taken(best, proposed, num_proposed)
+        self.noise.places += taken
+        target.take(best, taken)
+        draft.take(taken, target.newest)
+        return torch.cat([best, taken[:, None]], 1)
+
+    def _taken(self, best: Tensor, proposed: Tensor, num_proposed: Tensor) -> Tensor:
+        """Return how many of the best tokens (B, m + 1) each row takes.
+
+        All that are right, and one more. A row that is done goes no further, as there is no room,
+        and one that is far ahead waits.
+        """
+        is_right = (best[:, :-1] == proposed) & (self.target.offsets[:-1] < num_proposed)
+        right = is_right.long().cumprod(1).sum(1)
+        places = self.noise.places
+        stays = (places >= self.end) | (places > places.min() + _LEAD)
+        return (right + 1).masked_fill(stays, 0)
 
 
 class _Noise:
@@ -159,8 +178,6 @@ class _Target:
     before, and those that were taken in it. A check reads these and what is proposed behind them,
     and its state moves to the newest token, which is read again in the next check: so a row that
     takes nothing can wait.
-
-    Where the state keeps its size, a check is one CUDA graph on a GPU.
     """
 
     def __init__(
@@ -171,7 +188,6 @@ class _Target:
         self.is_fixed = not grows(model.init_state(1))
         self.state = model.reserve(state, 0) if self.is_fixed else state
         self.in_graphs = self.is_fixed and newest.is_cuda
-        self.graphs = Graphs(newest.device if self.in_graphs else torch.device("cpu"))
         # Of each row `counts` tokens are pending, the last of them is the newest; others follow.
         self.tokens = newest.new_zeros(len(newest), 2 * num_drafted + 2)
         self.tokens[:, 0] = newest.clamp(min=0)
@@ -185,43 +201,46 @@ class _Target:
         """The newest token of each row (B,)."""
         return self.tokens.gather(1, self.counts[:, None] - 1)[:, 0]
 
-    def check(self, proposed: Tensor) -> Tensor:
-        """Return what comes after the newest token and after each proposed one (B, n): (B, m + 1).
+    def expect(self, num_proposed: int) -> None:
+        """Note on the host how many tokens are proposed.
 
-        There are n <= m; what comes after others than these means nothing.
+        A state that grows has room for all that is read, and keeps it; a graph always reads all.
         """
-        n = proposed.shape[1]
-        self.tokens.scatter_(1, self.counts[:, None] + self.offsets[:n], proposed)
-        self.lengths.copy_(self.counts + n)
-        if not self.in_graphs:  # a state that grows has room for all that is read, and keeps it
-            self.num_read = self.most + n
-        self.best, after = self.graphs.run(_Target._forward, self)
-        if not self.is_fixed:
-            self.state = after
-        return self.best
+        if not self.in_graphs:
+            self.num_read = self.most + num_proposed
 
-    def take(self, taken: Tensor) -> None:
-        """Take so many (B,) of the tokens that the check has found, of each row."""
-        self.tokens[:, 0] = self.newest
-        self.tokens[:, 1 : 1 + len(self.offsets)] = self.best.clamp(min=0)
-        self.counts.copy_(taken + 1)
+    def check(self, proposed: Tensor, num_proposed: Tensor) -> Tensor:
+        """Return what comes after the newest token and after each proposed one: (B, m + 1).
 
-    def note(self, taken: Sequence[int]) -> None:
-        """Note on the host what was taken."""
-        self.most = 1 + max(taken)
-
-    def _forward(self) -> tuple[Tensor, Any]:
+        Args:
+            proposed: (B, m).
+            num_proposed: (1,), how many of them are read; what comes after others means nothing.
+        """
         lm = self.model
+        self.tokens.scatter_(1, self.counts[:, None] + self.offsets[:-1], proposed)
+        self.lengths.copy_(self.counts + num_proposed)
         x, after = lm.stack.look_ahead(
             lm.embed(self.tokens[:, : self.num_read]), self.state, self.lengths, self.counts - 1
         )
         if self.is_fixed:
             torch._foreach_copy_(tree_leaves(self.state), tree_leaves(after))
+        else:
+            self.state = after
         index = (self.counts[:, None] - 1 + self.offsets).clamp(max=self.num_read - 1)[..., None]
         x = x.gather(1, index.expand(-1, -1, x.shape[2]))
         logits = self.rules(lm.head(lm.norm(x)))
         drawn = self.noise.at(self.noise.places[:, None] + self.offsets)
-        return self.sampler(logits.flatten(0, 1), drawn).view(index.shape[:2]), after
+        return self.sampler(logits.flatten(0, 1), drawn).view(index.shape[:2])
+
+    def take(self, best: Tensor, taken: Tensor) -> None:
+        """Take so many (B,) of the tokens that the check has found, of each row."""
+        self.tokens[:, 0] = self.newest
+        self.tokens[:, 1 : 1 + len(self.offsets)] = best.clamp(min=0)
+        self.counts.copy_(taken + 1)
+
+    def note(self, taken: Sequence[int]) -> None:
+        """Note on the host what was taken."""
+        self.most = 1 + max(taken)
 
 
 class _Draft:
@@ -242,7 +261,8 @@ class _Draft:
         self.state = model.reserve(state, room)
         self.graphs = Graphs(newest.device)
         # Buffers, as all that follows: graphs read them.
-        self.tokens, self.count = newest.clone(), newest.new_zeros(1)
+        self.tokens = newest.clone()
+        self.count = newest.new_zeros(1)  # how many tokens were read since the last check
         self.found = newest.new_zeros(num_drafted + 1, B)
         # What the state was after 0 to m + 1 of the tokens that are read for a proposal.
         self.past, self.past_on_host = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
@@ -251,14 +271,18 @@ class _Draft:
             past += [(x, x.new_empty(num_drafted + 2, *x.shape))] if on else []
         self._keep()
 
-    def propose(self, count: int) -> Tensor:
-        """Return n tokens that may come after the newest ones, (B, n); all are read."""
+    def propose(self, count: int) -> None:
+        """Find so many tokens that may come after the newest ones, and read all of them."""
         for i in range(count + 1):
             self._keep_on_host(i)
             self.model.before_step(self.state, self.graphs.run)
             self.graphs.run(_Draft._advance, self)
         self._keep_on_host(count + 1)
-        return self.found[:count].T.clamp(min=0)
+
+    @property
+    def proposed(self) -> Tensor:
+        """The tokens of the last proposal (B, m); behind them are those of others before."""
+        return self.found[:-1].T.clamp(min=0)
 
     def take(self, taken: Tensor, newest: Tensor) -> None:
         """Go back to where so many (B,) of the tokens were read; read the newest (B,) next."""
