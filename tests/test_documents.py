@@ -36,6 +36,7 @@ PROGRAMS = {
     for path in ROOT.glob("packages/**/pyproject.toml")
     for name, entry in tomllib.loads(path.read_text())["project"].get("scripts", {}).items()
 }
+WITH_DEMO = ("rat", "gsa", "recurrent-transformer", "drt")
 WORKSPACE = tomllib.loads((ROOT / "pyproject.toml").read_text())
 ENVIRONMENTS = WORKSPACE["tool"]["hatch"]["envs"]
 FENCE = re.compile(r"```([\w-]*).*")
@@ -148,6 +149,9 @@ def check_python(words: list[str], application: Callable[[str], typer.Typer]) ->
         if module.endswith(".train"):
             program = next(p for p, m in PROGRAMS.items() if m.startswith(module[:-5]))
             check_mezzo([program, "train", *words[2:]], application)
+        elif module.startswith("mezzo_$"):  # a package that a release's tag names
+            for package in WITH_DEMO:
+                check_mezzo([f"mezzo-{package}", *words[2:]], application)
         else:
             assert module == "venv", module
     else:
@@ -266,7 +270,9 @@ def test_workflows_test_what_hatch_does_and_hold_no_secret():
     (of_hatch,) = ENVIRONMENTS["hatch-test"]["matrix"]
     assert matrix["versions"] == of_hatch["versions"]
     called = {command for page, command in TYPED if page in WORKFLOWS}
-    assert {"hatch run docs:build", 'hatch run wheels:build "$GITHUB_REF_NAME"'} <= called
+    url = '--url "$GITHUB_SERVER_URL/$GITHUB_REPOSITORY"'
+    built = f'hatch run wheels:build "$GITHUB_REF_NAME" {url}'
+    assert {"hatch run docs:build", built} <= called
     for name in WORKFLOWS:
         assert "secrets." not in (ROOT / name).read_text()
 
