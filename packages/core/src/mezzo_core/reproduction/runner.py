@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from mezzo_core.reproduction.origin import origin
 from mezzo_core.reproduction.outcomes import failure
-from mezzo_core.reproduction.result_file import FAILED, Cell, Entry, Result, say
+from mezzo_core.reproduction.result_file import FAILED, Cell, Entry, Header, Result, Say, say
 from mezzo_core.reproduction.timing import OOM, attempt, start_afresh
 
 SPEEDS = ("tokens_per_second", "seconds_to_first_step")
@@ -64,15 +65,40 @@ def _excused(job: Job, cells: tuple[Cell, ...], *where: Any) -> Iterator[Sequenc
         yield [cell.entry(FAILED, error=words) for cell in cells]
 
 
-def names_of(jobs: Sequence[Job]) -> dict[str, tuple[str, ...]]:
-    """Return the models, columns and groups of a header, in the order of the jobs' cells."""
-    every = [cell for job in jobs for cell in job.cells]
-    groups = dict.fromkeys(cell.group for cell in every if cell.group)
-    return {
-        "models": tuple(dict.fromkeys(cell.model for cell in every)),
-        "columns": tuple(dict.fromkeys(cell.column for cell in every)),
+def fill(
+    path: Path,
+    header: Mapping[str, Any],
+    jobs: Iterable[Job],
+    folder: Path,
+    device: torch.device,
+    *,
+    models: Sequence[str] | None = None,
+    processes: int = 1,
+    say: Say = say,
+) -> Result:
+    """Do the jobs of an experiment, and return the result file with what they measure.
+
+    Models, columns and groups that the header leaves out are those of all jobs; only `models` are
+    measured (None: all). See `run` for the folder, the device and the processes.
+
+    Raises:
+        UserError: see `Result`.
+    """
+    jobs = [*jobs]
+    cells = [cell for job in jobs for cell in job.cells]
+    groups = dict.fromkeys(cell.group for cell in cells if cell.group)
+    names = {
+        "models": tuple(dict.fromkeys(cell.model for cell in cells)),
+        "columns": tuple(dict.fromkeys(cell.column for cell in cells)),
         "groups": tuple(groups),
     }
+    result = Result(path, Header(**{**names, **header}), origin(device), say)
+    wanted = (
+        Job(tuple(cell for cell in job.cells if models is None or cell.model in models), job.work)
+        for job in jobs
+    )
+    run(result, wanted, folder, device, processes)
+    return result
 
 
 def run(

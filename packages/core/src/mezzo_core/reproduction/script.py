@@ -18,11 +18,14 @@ import torch
 from mezzo_core.errors import UserError, nearest, printable
 from mezzo_core.reproduction.origin import origin
 from mezzo_core.reproduction.result_file import Header, Result, say
-from mezzo_core.reproduction.runner import Job, names_of, run
+from mezzo_core.reproduction.runner import Job, fill
 
 if TYPE_CHECKING:
     from mezzo_core.data import DataConfig
     from mezzo_core.train.config import TrainConfig
+
+TRAINING: dict[str, Any] = {"kind": "training", "unit": "perplexity"}
+"""What a result's header says unless a script says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -48,28 +51,20 @@ class Options:
 
         return DataConfig(source=self.data, tokenizer=self.tokenizer)
 
-    def open(self, name: str, **header: Any) -> Result:
-        """Open a result file, which every addition is said of; `header` is that of a training.
-
-        Raises:
-            UserError: see `Result`.
-        """
-        whole = Header(**{"kind": "training", "unit": "perplexity", **header})
-        return Result(self.out / f"{name}.json", whole, origin(self.device), say)
-
     def run(self, name: str, jobs: Iterable[Job], **header: Any) -> Result:
         """Measure the models that are asked for, and return the result file of this name.
 
         The header's models, columns and groups are those of the jobs, which are of all models.
         """
-        jobs = [*jobs]
-        result = self.open(name, **{**names_of(jobs), **header})
-        wanted = (
-            Job(tuple(cell for cell in job.cells if cell.model in self.models), job.work)
-            for job in jobs
+        return fill(
+            self.out / f"{name}.json",
+            TRAINING | header,
+            jobs,
+            self.runs / name,
+            self.device,
+            models=self.models,
+            processes=self.jobs,
         )
-        run(result, wanted, self.runs / name, self.device, self.jobs)
-        return result
 
     def sweep(
         self,
@@ -82,7 +77,8 @@ class Options:
         """Train the models that are asked for at several rates, see `training.sweep`."""
         from mezzo_core.reproduction.training import sweep  # which needs mezzo-core[train]
 
-        result = self.open(name, columns=tuple(rates), models=tuple(configs), **header)
+        whole = Header(**TRAINING, columns=tuple(rates), models=tuple(configs), **header)
+        result = Result(self.out / f"{name}.json", whole, origin(self.device), say)
         wanted = {model: config for model, config in configs.items() if model in self.models}
         where = (self.runs / name, self.device, self.jobs)
         sweep(result, wanted, rates, self.seeds if seeds is None else seeds, *where)

@@ -11,9 +11,8 @@ import torch
 
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.reproduction.measurement import Measurement, read_result
-from mezzo_core.reproduction.origin import origin
-from mezzo_core.reproduction.result_file import Header, Result, Say, say
-from mezzo_core.reproduction.runner import Job, names_of, run
+from mezzo_core.reproduction.result_file import Say, say
+from mezzo_core.reproduction.runner import Job, fill
 
 Make = Callable[[Any], tuple[Mapping[str, Any], Sequence[Job]]]
 """Takes sizes; returns a file's title, setting, unit and what is better, and its jobs."""
@@ -69,13 +68,10 @@ class Speeds:
         """
         header, jobs = self.makers[name](sizes)
         is_full = replace(sizes, models=None) == self.full
-        how = "other hardware" if is_full else "scaled down"
-        whole = Header(**{"kind": "speed", "how": how, **names_of(jobs), **header})
-        device = torch.device(sizes.device)
-        result = Result(folder / f"{self.prefix}{name}.json", whole, origin(device), say)
-        models = sizes.models
-        run(result, (j for j in jobs if not models or j.cells[0].model in models), folder, device)
-        return replace(read_result(result.path), source="") if result.entries else None
+        whole = {"kind": "speed", "how": "other hardware" if is_full else "scaled down", **header}
+        path, device = folder / f"{self.prefix}{name}.json", torch.device(sizes.device)
+        result = fill(path, whole, jobs, folder, device, models=sizes.models, say=say)
+        return replace(read_result(path), source="") if result.entries else None
 
     def bench(
         self, device: torch.device, quick: bool, out: Path | None, only: Sequence[str] = ()

@@ -14,9 +14,7 @@ from mezzo_core.device import choose_device
 from mezzo_core.nn.on_meta import on_meta
 from mezzo_core.reproduction.claims import PERPLEXITY, TRAININGS
 from mezzo_core.reproduction.measurement import Measurement, read_result
-from mezzo_core.reproduction.origin import origin
-from mezzo_core.reproduction.result_file import Header, Result
-from mezzo_core.reproduction.runner import excused, run
+from mezzo_core.reproduction.runner import excused, fill
 from mezzo_core.reproduction.training import loss_by_length, of_model, training
 from mezzo_core.train.config import TrainConfig
 
@@ -66,17 +64,16 @@ def train_tiny(
         for model, recipe in models.items()
     }
     lengths = {f"T={T}": T for T in budget.test_lengths}
-    header = Header(
-        kind="training",
-        title="The tiny trainings",
-        setting=_setting(next(iter(configs.values())), budget),
-        columns=(PERPLEXITY, *lengths),
-        models=tuple(models),
-        unit="",
-    )
+    header = {
+        "kind": "training",
+        "title": "The tiny trainings",
+        "setting": _setting(next(iter(configs.values())), budget),
+        "unit": "",
+    }
+    columns = (PERPLEXITY, *lengths)
     test = partial(of_model, partial(loss_by_length, lengths=lengths, windows=WINDOWS))
     jobs = [
-        excused(training(model, header.columns, config, test, kept=folder / "runs" / config.name))
+        excused(training(model, columns, config, test, kept=folder / "runs" / config.name))
         for model, config in configs.items()
     ]
     done, device = count(), choose_device(None, None)
@@ -86,8 +83,8 @@ def train_tiny(
 
     say()
     path = folder / "measured" / f"{TRAININGS}.json"
-    result = Result(path, header, origin(device), say)
-    run(result, jobs, folder, device, _processes() if budget.parallel else 1)
+    processes = _processes() if budget.parallel else 1
+    fill(path, header, jobs, folder, device, processes=processes, say=say)
     return replace(read_result(path), source="")
 
 

@@ -15,15 +15,13 @@ from mezzo_core.data import DataConfig
 from mezzo_core.data.find import find_files
 from mezzo_core.data.hub import HUB_PREFIX
 from mezzo_core.data.tokenized_corpus import token_store
-from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError
 from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.nn.lm import LM
 from mezzo_core.nn.on_meta import on_meta
 from mezzo_core.nn.stack import Stack
-from mezzo_core.reproduction.origin import origin
-from mezzo_core.reproduction.result_file import Cell, Entry, Header, Result, say
+from mezzo_core.reproduction.result_file import Cell, Entry, Result, say
 from mezzo_core.reproduction.runner import SPEEDS, Job, run
 from mezzo_core.reproduction.timing import start_afresh
 from mezzo_core.train.config import TrainConfig
@@ -169,30 +167,6 @@ def at_rate(config: TrainConfig, lr: float) -> TrainConfig:
     """Return a run at another learning rate; the one at its end keeps its share of the first."""
     optim = config.optim
     return replace(config, optim=replace(optim, lr=lr, min_lr=optim.min_lr / optim.lr * lr))
-
-
-def tune_all(
-    name: str,
-    header: Header,
-    wanted: Sequence[Job],
-    out: Path,
-    *,
-    device: str | torch.device | None = None,
-    jobs: int = 1,
-) -> Result:
-    """Do the jobs of a sweep (`Tuning`), so many at a time, and return the result of this name.
-
-    A sweep that was killed goes on: runs resume from their own folders in `out`, and finished ones
-    are only read.
-
-    Raises:
-        UserError: if `out` has the result of another sweep or cannot be written, or there is no
-            such device.
-    """
-    chosen = choose_device(device, None)
-    result = Result(out / f"{name}.json", header, origin(chosen), say)
-    run(result, wanted, out, chosen, jobs)
-    return result
 
 
 @dataclass(frozen=True)

@@ -4,15 +4,16 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from mezzo_core.config_json import check_fields, check_rules, differences
+from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.nn import AttentionConfig, BlockConfig, BlocksConfig, LMConfig, MixerConfig
 from mezzo_core.nn.on_meta import on_meta
 from mezzo_core.reproduction import Cell, Header, Result
-from mezzo_core.reproduction.runner import Job
-from mezzo_core.reproduction.training import Tuning, tune_all
+from mezzo_core.reproduction.runner import Job, fill
+from mezzo_core.reproduction.training import Tuning
 from mezzo_core.train.config import OptimConfig, Precision, TrainConfig
 
 from mezzo_gsa.gla import GLAConfig
@@ -217,13 +218,18 @@ class SweepConfig:
         ]
 
 
-def sweep(config: SweepConfig, out: Path, **how: Any) -> Result:
-    """Train everything that `config` asks for, narrow models first; see `tune_all`.
+def sweep(config: SweepConfig, out: Path, *, device: str | None = None, jobs: int = 1) -> Result:
+    """Train everything that `config` asks for, narrow models first, so many jobs at a time.
+
+    A sweep that was killed goes on: runs resume from their own folders in `out`, and finished ones
+    are only read.
 
     Raises:
-        UserError: also if a model cannot have a width.
+        UserError: if a model cannot have a width, `out` has the result of another sweep or cannot
+            be written, or there is no such device.
     """
-    return tune_all(config.name, config.header(), config.jobs(out), out, **how)
+    path, chosen = out / f"{config.name}.json", choose_device(device, None)
+    return fill(path, vars(config.header()), config.jobs(out), out, chosen, processes=jobs)
 
 
 PROTOCOLS = {

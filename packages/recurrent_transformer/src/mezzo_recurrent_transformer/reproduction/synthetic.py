@@ -4,14 +4,14 @@ import math
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from mezzo_core.config_json import check_fields, check_rules, differences
+from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.nn import BlocksConfig, LMConfig, StackConfig
 from mezzo_core.reproduction import Cell, Header, Result
-from mezzo_core.reproduction.runner import Job
-from mezzo_core.reproduction.training import Tuning, tune_all
+from mezzo_core.reproduction.runner import Job, fill
+from mezzo_core.reproduction.training import Tuning
 from mezzo_core.train.config import OptimConfig, Precision, TrainConfig
 
 from mezzo_recurrent_transformer.block import RecurrentBlockConfig
@@ -164,16 +164,22 @@ class SweepConfig:
         )
 
 
-def sweep(config: SweepConfig, out: Path, **how: Any) -> Result:
-    """Train everything that `config` asks for, one seed after another; see `tune_all`.
+def sweep(config: SweepConfig, out: Path, *, device: str | None = None, jobs: int = 1) -> Result:
+    """Train everything that `config` asks for, one seed after another, so many jobs at a time.
 
     The result gets two entries for each model, task and seed, exact match and token accuracy of the
     run that has the best exact match, the first with that run's details, and those of the `others`.
-    A sweep over the other model goes on in the same file.
+    A sweep over the other model goes on in the same file, and so does one that was killed: runs
+    resume from their own folders in `out`, and finished ones are only read.
+
+    Raises:
+        UserError: if `out` has the result of another sweep or cannot be written, or there is no
+            such device.
     """
     wanted = product(config.seeds, config.tasks, config.models)
-    jobs = [_job(config, *each, out / "synthetic") for each in wanted]
-    return tune_all("synthetic", config.header(), jobs, out, **how)
+    every = [_job(config, *each, out / "synthetic") for each in wanted]
+    path, chosen = out / "synthetic.json", choose_device(device, None)
+    return fill(path, vars(config.header()), every, out, chosen, processes=jobs)
 
 
 def _job(config: SweepConfig, seed: int, task: AbstractTask, model: str, folder: Path) -> Job:
