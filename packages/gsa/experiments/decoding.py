@@ -22,7 +22,7 @@ from random import Random
 from typing import Any
 
 import torch
-from mezzo_core.data import DataConfig, load_tokenizer
+from mezzo_core.data import load_tokenizer
 from mezzo_core.data.tokenized_corpus import token_store
 from mezzo_core.errors import UserError
 from mezzo_core.nn.checkpoint import load_model
@@ -33,7 +33,7 @@ from mezzo_core.reproduction import Cell, Entry, Options, run_script
 from mezzo_core.reproduction.runner import Job
 from mezzo_core.reproduction.training import in_words, measure_run
 from mezzo_core.train.config import OptimConfig, TrainConfig
-from mezzo_gsa.recipes import Hyperparameters, tiny, train_config
+from mezzo_gsa.recipes import SIZES, tiny, train_config
 
 PLAIN, BATCHES, TURNS = "plain", "one batch after another", "continuous batching"
 DRAFTED = {f"assistant, {n} tokens": n for n in (4, 7, 15)}
@@ -42,27 +42,17 @@ BATCH, LEAST_PROMPTS = {"batch 1": 1, "batch 8": 8}, 4
 MANY, MANY_PROMPTS = "96 prompts in 16 rows", 96
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 PASSES = 3
-LARGE = Hyperparameters(
-    vocab_size=0,  # the tokenizer's
-    d_model=1024,
-    num_layers=24,
-    num_heads=4,
-    num_slots=64,
-    key_width=256,
-    hgrn2_width=128,
-    attention_width=64,
+LARGE = replace(
+    SIZES["340m"][0](),
     seq_len=1024,
     batch_size=32,
-    micro_batch_size=16,
     steps=600,
-    data=DataConfig(),
     optim=OptimConfig(lr=1e-3, min_lr=1e-4, warmup_fraction=0.1),
     eval_every=10**9,
     eval_batches=10,
     checkpoint_every=10**9,
-    compile=True,
 )
-"""302M weights in the blocks."""
+"""302M weights in the blocks, as the recipes of this size."""
 TOY = replace(tiny(), d_model=32, num_layers=2, seq_len=32, steps=3, eval_batches=1)
 SMALL = {"num_layers": 2, "num_heads": 2, "d_model": 512, "steps": 2400}
 """The small model, of 6M weights in the blocks, is trained four times as long: a step of it costs
