@@ -103,6 +103,6 @@ def test_a_smoke_run_answers_everything_once(tmp_path, name):
     assert "not settled" in said
     drawn = {path.stem for path in (tmp_path / name / "figures").iterdir()}
     sizes = paper.scales["smoke"].sizes
-    assert drawn == {"lead", "trainings", *(paper.measurers if sizes is not None else ())}
+    assert drawn == {"lead", "trainings", *(paper.speeds.makers if sizes is not None else ())}
     for recipe in paper.models.values():
         load_model(tmp_path / name / "runs" / recipe.name / "model", device=torch.device("cpu"))

@@ -24,7 +24,7 @@ def quiet(line):
 
 
 def test_the_state_is_what_a_prompt_leaves(tmp_path):
-    ours = SPEEDS.measurers["inference"](DRY, tmp_path, quiet)
+    ours = SPEEDS.measure("inference", DRY, tmp_path, quiet)
     memory = OFFLOADED[False][1]
     for group, model in ours.rows:
         lm = model_config(model, tiny()).build()
@@ -48,7 +48,7 @@ def test_a_text_is_read_whole():
 
 
 def test_a_sequences_time_is_its_share_of_the_step(tmp_path):
-    for entry in SPEEDS.measurers["length"](replace(DRY, models=(DRT1,)), tmp_path, quiet).entries:
+    for entry in SPEEDS.measure("length", replace(DRY, models=(DRT1,)), tmp_path, quiet).entries:
         B, T = entry.details["B"], int(entry.column)
         assert DRY.tokens == B * T
         assert entry.value * entry.details["tokens_per_second"] == pytest.approx(1e3 * T, rel=1e-3)
@@ -74,7 +74,7 @@ def test_a_full_run_has_the_lengths_that_the_claims_read():
 def test_all_speeds_run_on_a_gpu(tmp_path):
     one = dict(list(DRY.trained.items())[:1])  # each cell is compiled
     sizes = replace(DRY, device="cuda", trained=one, lengths=DRY.lengths[:1])
-    for measurer in SPEEDS.measurers.values():
-        ours = measurer(sizes, tmp_path, quiet)
+    for name in SPEEDS.makers:
+        ours = SPEEDS.measure(name, sizes, tmp_path, quiet)
         wrong = [entry for entry in ours.entries if entry.value != "OOM" and entry.value <= 0]
         assert not wrong

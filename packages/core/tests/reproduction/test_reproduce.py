@@ -3,6 +3,7 @@
 import json
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,6 +85,11 @@ def time_layers(sizes, folder, say):
     return Measurement(tuple(entries), ("8",), f"at {sizes}", kind="speed", unit="ms")
 
 
+def timer(work):
+    """Stand for the speeds of a paper: one, which this measures."""
+    return SimpleNamespace(makers=("speed",), measure=lambda name, *how: work(*how))
+
+
 @pytest.fixture
 def paper(tmp_path):
     """A paper of one table and two claims, with a committed result."""
@@ -120,7 +126,7 @@ def paper(tmp_path):
             "timed": Scale(SMOKE, sizes="full size"),
             "gpu": Scale(SMOKE, sizes="full size", needs_gpu=True),
         },
-        measurers={"speed": time_layers},
+        speeds=timer(time_layers),
     )
 
 
@@ -223,7 +229,7 @@ def test_a_speed_that_fails_is_told_by_each_claim_and_not_measured_again(paper, 
         raise RuntimeError("no kernel")
 
     bad = answered(paper, table1=measured("speed", Order()), speed=measured("speed", Order()))
-    bad = replace(bad, measurers={"speed": broken})
+    bad = replace(bad, speeds=timer(broken))
     found = reproduce(bad, ["p.table1", "p.claim.speed"], "timed", tmp_path / "out")
     assert [each.summary for each in found] == ["failed: RuntimeError: no kernel"] * 2
     assert len(starts) == 1

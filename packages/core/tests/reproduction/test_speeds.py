@@ -47,7 +47,7 @@ def test_only_the_full_sizes_are_the_papers(speeds, tmp_path, sizes, how):
     sizes = replace(sizes, device="cpu")
     speeds = replace(speeds, full=replace(FULL, device="cpu"))
     assert speeds.measure("first", replace(sizes, models=("SWA",)), tmp_path, print) is None
-    ours = speeds.measurers["first"](sizes, tmp_path, print)
+    ours = speeds.measure("first", sizes, tmp_path, print)
     assert (ours.how, ours.kind, ours.source) == (how, "speed", "")
     assert [model for _, model in ours.rows] == [*(sizes.models or MODELS)]
 

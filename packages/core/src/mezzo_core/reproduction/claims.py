@@ -93,7 +93,7 @@ def result(name: str, criterion: Criterion, view: View | None = None, **said: st
 
 
 def measured(name: str, criterion: Criterion, view: View | None = None, **said: str) -> Evidence:
-    """Answer from what this run measures under a name (`Reproduction.measurers`); see `viewed`."""
+    """Answer from what this run measures under a name (`Reproduction.speeds`); see `viewed`."""
     return viewed(lambda run: run.measured(name), criterion, view, **said)
 
 

@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from mezzo_core.reproduction.measurement import Measurement, read_results
 from mezzo_core.reproduction.origin import origin
 from mezzo_core.reproduction.published import Published, load_published
 from mezzo_core.reproduction.report import Figure, PaperReport, Report, prepare_folder, write_report
-from mezzo_core.reproduction.speeds import Measurers
+from mezzo_core.reproduction.speeds import Speeds
 from mezzo_core.reproduction.tiny import Budget, train_tiny
 from mezzo_core.train.config import TrainConfig
 
@@ -38,7 +38,7 @@ class Scale:
     """
 
     budget: Budget  # of the tiny trainings
-    sizes: Any = None  # given to the paper's measurers; None: nothing is measured
+    sizes: Any = None  # of the paper's speeds; None: nothing is measured
     threads: int | None = None  # of this process; None keeps torch's choice
     needs_gpu: bool = False  # whether the sizes are for a GPU
 
@@ -53,7 +53,7 @@ class Reproduction:
     models: Mapping[str, TrainConfig]  # recipes of the tiny trainings, by the paper's names
     scales: Mapping[str, Scale]  # by the name that `--scale` takes, the default first
     lead: str = ""  # the claim whose committed result the report shows first, as a figure
-    measurers: Measurers = field(default_factory=dict)  # what else a run can measure
+    speeds: Speeds | None = None  # what else a run can measure
     notes: tuple[str, ...] = ()  # what a reader must know about the tiny trainings
 
     @property
@@ -109,9 +109,9 @@ class Reproduction:
 
             makers: dict[str, Callable[[], Measurement | None]]
             makers = {TRAININGS: partial(train_tiny, self.models, scale.budget, folder, watch)}
-            if scale.sizes is not None:
+            if self.speeds and scale.sizes is not None:
                 given = (scale.sizes, folder / "measured", partial(show, console=console))
-                makers |= {name: partial(make, *given) for name, make in self.measurers.items()}
+                makers |= {n: partial(self.speeds.measure, n, *given) for n in self.speeds.makers}
             found: dict[str, Measurement | Exception | None] = {}
 
             def measured(name: str) -> Measurement | None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,10 +15,6 @@ from mezzo_core.reproduction.runner import Job, fill
 
 Make = Callable[[Any], tuple[Mapping[str, Any], Sequence[Job]]]
 """Takes sizes; returns a file's title, setting, unit and what is better, and its jobs."""
-Measurer = Callable[[Any, Path, Say], Measurement | None]
-"""Measures something at some sizes, into a folder; None if the sizes leave it out."""
-Measurers = Mapping[str, Measurer]
-"""By the names of what they measure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +47,6 @@ class Speeds:
     dry: AbstractSizes
     cpu: AbstractSizes | None = None
     prefix: str = "speed_"
-
-    @property
-    def measurers(self) -> Measurers:
-        """What a reproduction calls."""
-        return {name: partial(self.measure, name) for name in self.makers}
 
     def measure(
         self, name: str, sizes: AbstractSizes, folder: Path, say: Say

@@ -230,7 +230,7 @@ REPRODUCTION = Reproduction(
         "smoke": Scale(replace(SMOKE, test_lengths=(64, 256)), threads=1),
         "gpu": Scale(_CPU, speed.PAPER, needs_gpu=True),
     },
-    measurers=speed.SPEEDS.measurers,
+    speeds=speed.SPEEDS,
     notes=(
         "Both have the same data, schedule and learning rate, which was chosen by trying both. A "
         "byte model of this size learns spelling, which a window of 32 bytes holds: what it gains "

@@ -317,7 +317,7 @@ REPRODUCTION = Reproduction(
         "smoke": Scale(_SMOKE, speed.DRY, threads=1),
         "gpu": Scale(_CPU, speed.FULL, needs_gpu=True),
     },
-    measurers=speed.SPEEDS.measurers,
+    speeds=speed.SPEEDS,
     notes=(
         "Learning rate, batch and warm-up are the same for all; batch 2 and a warm-up over a fifth "
         "of the steps were chosen on the embedded novels by trying the RNN, RAT(L=16) and "

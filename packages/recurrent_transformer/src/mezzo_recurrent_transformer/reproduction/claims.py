@@ -193,7 +193,7 @@ REPRODUCTION = Reproduction(
         "smoke": Scale(SMOKE, threads=1),
         "gpu": Scale(_CPU, speed.FULL, needs_gpu=True),
     },
-    measurers=speed.SPEEDS.measurers,
+    speeds=speed.SPEEDS,
     notes=(
         "Both have the same data, schedule and learning rate, which was chosen by trying both. Two "
         "layers and 64 bytes of context leave recurrence little to do: so small a model says "
