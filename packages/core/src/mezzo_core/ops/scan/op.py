@@ -41,12 +41,7 @@ def _linear_scan(
 
 @_linear_scan.register_fake
 def _(
-    a: Tensor,
-    x: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    chunk_size: int,
-    impl: str,
+    a: Tensor, x: Tensor, initial_state: Tensor | None, cu_seqlens: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor]:
     num_states = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     final = x.new_empty(num_states, x.shape[2], dtype=accumulation_dtype(x.dtype))
