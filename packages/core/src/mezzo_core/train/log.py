@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -29,6 +28,7 @@ from mezzo_core.console import show
 from mezzo_core.errors import UserError, printable
 from mezzo_core.eval.evaluate import Evaluation
 from mezzo_core.files import is_number, parse_json, write_whole
+from mezzo_core.libraries import import_library
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.folder import naming
 from mezzo_core.train.meter import StepRow
@@ -292,20 +292,14 @@ class _TensorBoard:
     """
 
     def __init__(self, out: Path) -> None:
-        try:
-            from tensorboard.compat.proto.event_pb2 import Event
-            from tensorboard.summary.writer.record_writer import RecordWriter
-        except ImportError:
-            raise UserError(
-                'track="tensorboard" needs the package tensorboard: pip install "mezzo-core[track]"'
-            ) from None
-        self._event = Event
+        self._event = import_library("tensorboard.compat.proto.event_pb2", "track").Event
+        writer = import_library("tensorboard.summary.writer.record_writer", "track").RecordWriter
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._path = out / "tensorboard" / name
         with naming(self._path):
             self._path.parent.mkdir(exist_ok=True)
             self._file = self._path.open("xb")
-        self._writer = RecordWriter(self._file)
+        self._writer = writer(self._file)
         self._write(file_version="brain.Event:2")
 
     def log(self, row: Mapping[str, Any]) -> None:
@@ -330,13 +324,7 @@ class _RunsElsewhere:
     """Sends rows to trackio or wandb, which have the same functions."""
 
     def __init__(self, name: str, project: str, out: Path) -> None:
-        try:
-            self._library = import_module(name)
-        except ImportError:
-            found = '"mezzo-core[track]"' if name == "trackio" else name
-            raise UserError(
-                f'track="{name}" needs the package {name}: pip install {found}'
-            ) from None
+        self._library = import_library(name, "track")
         self._library.init(project=project, name=out.name, resume="allow")
 
     def log(self, row: Mapping[str, Any]) -> None:
