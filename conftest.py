@@ -4,14 +4,10 @@ import gc
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-
-# Workers share the cores, with the processes that their tests start; torch reads this at import.
-if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
-    os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // int(workers)))
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # the inductor starts no pool of processes
 
 import pytest
 import torch
@@ -58,6 +54,17 @@ settings.load_profile("steady")
 def pytest_xdist_auto_num_workers() -> int:
     """Start a worker for each core: each one more imports all libraries and collects all tests."""
     return os.cpu_count() or 1
+
+
+def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[object]) -> None:
+    """Let workers share the cores, with the processes that their tests start.
+
+    They inherit this: torch and numpy read it at their import, and a plugin imports numpy before a
+    worker reads this file. More threads than cores would wait for each other in every product of
+    the interpreter.
+    """
+    os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(specs)))
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # the inductor starts no pool of processes
 
 
 @pytest.hookimpl(tryfirst=True)
