@@ -26,8 +26,9 @@ def compile_only(capability: int = 90, *, assembled: bool = False) -> Iterator[l
     Args:
         capability: compute capability times ten; 90 is Hopper.
         assembled: whether the assembler makes machine code of the PTX too, as `stack_of` needs.
-            That takes its time. Before it, the compiler has refused what it cannot do: types,
-            shapes, layouts. Inline assembly is only read by the assembler.
+            That and LLVM's optimization, which is left out too, take their time. Without them, the
+            compiler has refused what it cannot do: types, shapes, layouts, instructions. Inline
+            assembly is only read by the assembler.
 
     Yields:
         A list, to which the name of the kernel is appended at each compilation.
@@ -70,6 +71,7 @@ def _without_assembler() -> Iterator[None]:
 
     key = CUDABackend.hash
     with (
+        mock.patch.dict(os.environ, DISABLE_LLVM_OPT="1"),
         mock.patch.object(CUDABackend, "make_cubin", return_value=b""),
         mock.patch.object(CUDABackend, "hash", apart),
     ):
