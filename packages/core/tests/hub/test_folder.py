@@ -3,9 +3,11 @@
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from mezzo_core.cli import Paper, make_app
 from mezzo_core.cli import run as run_app
 from mezzo_core.config_json import to_json
@@ -31,6 +33,7 @@ from transformers import (
     Qwen3ForCausalLM,
     pipeline,
 )
+from transformers.utils import hub
 
 CONFIG = LMConfig(257, 16, mixers=(AttentionConfig(head_dim=8),) * 2)
 TEXT = "Ein Gürtel, 1 < 2;\n\n  <|endoftext|> </s> 日本 \x00 😀 \r\n end "
@@ -83,6 +86,32 @@ def test_a_model_goes_out_and_comes_back_with_the_same_bits(run, tmp_path):
     mine, theirs = weights(run), weights(tmp_path / "back")
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_a_model_is_pushed_to_a_hub_and_read_from_there(run, tmp_path, monkeypatch):
+    """A folder stands for the hub, on whose server nothing is written here."""
+    there = tmp_path / "hub"
+    there.mkdir()
+
+    def create_commit(repo_id, operations, **_):
+        for each in operations:
+            with each.as_file() as content:
+                (there / each.path_in_repo).write_bytes(content.read())
+
+    calls = {
+        "create_repo": lambda repo_id, **_: SimpleNamespace(repo_id=repo_id),
+        "create_commit": create_commit,
+    }
+    monkeypatch.setattr(hub, "hf_api", lambda: SimpleNamespace(**calls), raising=False)
+    for name, call in calls.items():  # where they were functions, as in transformers 5.6
+        monkeypatch.setattr(hub, name, call, raising=False)
+    monkeypatch.setattr(hub, "create_and_tag_model_card", lambda *_, **__: ModelCard("A model"))
+    export_model(run, tmp_path / "out")
+    mine = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    mine.push_to_hub("somebody/model")
+    theirs = AutoModelForCausalLM.from_pretrained(there)
+    tokens = torch.randint(257, (2, 9))
+    assert torch.equal(theirs(tokens).logits, mine(tokens).logits)
 
 
 def test_half_precision_and_untied_heads_stay(tmp_path):
