@@ -28,6 +28,7 @@ from mezzo_recurrent_transformer.ops.recurrent_layers import (
     Past,
     recurrent_layers,
 )
+from mezzo_recurrent_transformer.ops.recurrent_layers.api import RecurrentImpl
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,8 @@ def run_layers(
     states: tuple[KVCache, ...] | None,
     cu_seqlens: Tensor | None,
     lengths: Tensor | None,
+    *,
+    impl: RecurrentImpl = "auto",
 ) -> tuple[Tensor, tuple[KVCache, ...] | None]:
     """Run layers of one configuration, all at once; arguments as `AbstractStack.forward` says."""
     first = layers[0]
@@ -194,6 +197,7 @@ def run_layers(
         past=past,
         cu_seqlens=cu_seqlens,
         lengths=lengths,
+        impl=impl,
     )
     if after is None:
         return z, None

@@ -20,8 +20,7 @@ from mezzo_core.reproduction.timing import measure_passes
 from mezzo_core.reproduction.training_speed import time_training
 from torch import Tensor
 
-from mezzo_recurrent_transformer.block import RecurrentBlock, RecurrentBlockConfig, stack_weights
-from mezzo_recurrent_transformer.ops.recurrent_layers import recurrent_layers
+from mezzo_recurrent_transformer.block import RecurrentBlock, RecurrentBlockConfig, run_layers
 from mezzo_recurrent_transformer.recipes import PAPER_NAMES, recipe, with_layers
 from mezzo_recurrent_transformer.schedule import tiled_forward
 from mezzo_recurrent_transformer.transformer import TransformerBlockConfig
@@ -132,19 +131,7 @@ def _layer_timer(
 
 def by_definition(block: RecurrentBlock, x: Tensor) -> Tensor:
     """Compute a layer by its reference: every token reads all pairs before it again."""
-    config = block.config
-    return recurrent_layers(
-        x,
-        stack_weights((block,)),
-        num_heads=block.num_heads,
-        residual_scale=config.residual_scale,
-        norm=config.norm,
-        eps=config.norm_eps,
-        persistent_norm=config.persistent_norm,
-        block_size=config.block_size,
-        alibi_slopes=block.slopes(),
-        impl="reference",
-    ).z
+    return run_layers((block,), x, None, None, None, impl="reference")[0]
 
 
 def throughput(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
