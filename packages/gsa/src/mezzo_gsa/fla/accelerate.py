@@ -169,31 +169,13 @@ def _gla(
 
 
 def _retention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *rest: Any,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    **others: Any,
+    q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any
 ) -> tuple[Tensor, Tensor | None] | None:
     if rest:
         return None
     B, T, H, _ = q.shape
     decay = log_decay(H, q.device, torch.float32).expand(B, T, H)[..., None]
-    return _gla(
-        q,
-        k,
-        v,
-        decay,
-        scale=scale,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        cu_seqlens=cu_seqlens,
-        **others,
-    )
+    return _gla(q, k, v, decay, **options)
 
 
 def _asks_more(others: Mapping[str, Any]) -> bool:
