@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError
+from mezzo_core.libraries import first_line
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -185,7 +186,7 @@ def join_world(device: str | torch.device | None = None, context: int = 1) -> It
             dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
         except (ValueError, RuntimeError, OSError) as error:
             raise UserError(
-                f"process {rank} cannot reach the {size - 1} others ({_first_line(error)}): "
+                f"process {rank} cannot reach the {size - 1} others ({first_line(error)}): "
                 "start several processes with torchrun"
             ) from error
     try:
@@ -198,10 +199,6 @@ def join_world(device: str | torch.device | None = None, context: int = 1) -> It
             # A device mesh keeps these threads alive (torch 2.13), and a process that exits before
             # they are done aborts. Sleeping lets them have the lock.
             time.sleep(_GLOO_SECONDS if chosen.type == "cpu" else 0)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def shard(
