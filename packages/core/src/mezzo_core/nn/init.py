@@ -24,6 +24,8 @@ def init_weights(model: nn.Module, std: float = 0.02) -> None:
     in the table keeps the values of its constructor. On the meta device nothing is drawn.
     """
     for module in model.modules():
+        if any(weight.is_meta for weight in module.parameters(recurse=False)):
+            continue  # torch would be long at filling nothing
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=std)
         elif isinstance(module, nn.Linear):
