@@ -99,9 +99,9 @@ class _Pair:
         for step in range(max_new_tokens):
             while any(len(row) <= step for row in rows):
                 noise.draw(max(map(len, rows)) + m + 1)
-                count = min(m, ceil(1.5 * usual))
-                draft.propose(count)
-                target.expect(count)
+                num_proposed = min(m, ceil(1.5 * usual))
+                draft.propose(num_proposed)
+                target.expect(num_proposed)
                 each = self.graphs.run(_Pair._check, self).tolist()  # the one wait for a GPU
                 for row, (*new, count) in zip(rows, each, strict=True):
                     row.extend(new[:count])
