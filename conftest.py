@@ -51,12 +51,14 @@ settings.register_profile("thorough", deadline=None, max_examples=5000)
 settings.load_profile("steady")
 
 
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist may be missing
 def pytest_xdist_auto_num_workers() -> int:
     """Start a worker for each core: each one more imports all libraries and collects all tests."""
     return os.cpu_count() or 1
 
 
-def pytest_xdist_setupnodes(config: pytest.Config, specs: Sequence[object]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs: Sequence[object]) -> None:
     """Let workers share the cores, with the processes that their tests start.
 
     They inherit this: torch and numpy read it at their import, and a plugin imports numpy before a
