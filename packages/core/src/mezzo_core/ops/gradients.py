@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from mezzo_core.ops.checks import in_transform
+from mezzo_core.ops.replay import replayed, thread
 
 
 def register_gradient(
@@ -67,7 +68,7 @@ def register_gradient(
             return tuple(x if x is None else _Last.apply(x, *sources) for x in found)
 
     op.register_autograd(Gradient.backward, setup_context=save)
-    run_eager = run or op._init_fn
+    run_eager = replayed(run or op._init_fn)
 
     def results(output: Any) -> Any:
         return output if num_results is None else output[:num_results]
@@ -100,7 +101,7 @@ def undispatched(op: Any, run: Callable[..., Any] | None = None) -> Callable[...
     On plain tensors in eager code it calls a Python function, `run` or else the op's own, which
     spares the host PyTorch's dispatch; whatever traces or watches ops sees the op.
     """
-    run_eager = run or op._init_fn
+    run_eager = replayed(run or op._init_fn)
 
     def call(*inputs: Any) -> Any:
         return run_eager(*inputs) if not in_transform() and _is_eager(inputs) else op(*inputs)
@@ -136,7 +137,9 @@ def _mark_last(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | N
 
 def _is_eager(inputs: tuple[Any, ...]) -> bool:
     """Tell whether nothing but the values of plain tensors is wanted."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._len_torch_dispatch_stack() > (thread.recorder is not None):
         return False
     for x in inputs:
         if x is None:

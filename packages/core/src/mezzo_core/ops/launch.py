@@ -6,6 +6,7 @@ Here a tuple is the key, which Triton's own function makes of the arguments. Wit
 compiled kernel is called directly, with addresses, which Triton takes as they are.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import triton
@@ -14,6 +15,8 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
+
+from mezzo_core.ops.replay import thread
 
 try:
     from triton.runtime.jit import native_specialize_impl as kind_of
@@ -39,46 +42,79 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
             current device: what lies elsewhere is found out in the first launch alone.
         constants: all its constants, and Triton's options, such as num_warps.
     """
-    if not _is_plain(kernel):
-        kernel[grid](*arguments, **constants)
+    if not (is_direct() and _is_plain(kernel)):
+        _by_triton(kernel, grid, arguments, constants)
         return
-    active = driver.active
-    device = active.get_current_device()
-    backend = kernel.device_caches[device][3]
-    # As if the kernel specialized all arguments: two keys may have the same compiled kernel.
-    kinds = tuple([kind_of(backend, x, False, True, True) for x in arguments])
-    key = kernel.fn, device, kinds, tuple(constants), tuple(constants.values())
+    device = driver.active.get_current_device()
+    key = _key(kernel, device, arguments, constants)
     found = _compiled.get(key)
     if found is None:
-        compiled = kernel[grid](*arguments, **constants)
+        compiled = _by_triton(kernel, grid, arguments, constants)
         if type(compiled) is CompiledKernel and _are_apart(kernel, len(arguments), constants):
             names = [each.name for each in kernel.params[len(arguments) :]]
             _compiled[key] = compiled, tuple([constants[name] for name in names])
         return
     compiled, values = found
     size = (*grid, 1, 1)[:3]
-    stream = active.get_current_stream(device)
-    no_hooks = None, None, None
+    if thread.recorder is not None:
+        thread.recorder.add(compiled, size, [*arguments, *values])
     places = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
-    compiled.run(
-        *size, stream, compiled.function, compiled.packed_metadata, *no_hooks, *places, *values
-    )
+    call_kernel(compiled, size, current_stream(device), [*places, *values])
 
 
-def _is_plain(kernel: Any) -> bool:
-    """Tell whether nothing but the compiled kernel has to be called: no interpreter, no hooks."""
-    if type(kernel) is not JITFunction or not _is_known or JITFunction.run is not _run:
+def _by_triton(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
+) -> Any:
+    """Let Triton launch a kernel, which is never repeated."""
+    if thread.recorder is not None:
+        thread.recorder.can_repeat = False
+    return kernel[grid](*arguments, **constants)
+
+
+def current_stream(device: int) -> int:
+    """Return the stream of a device on which kernels are to run now."""
+    return driver.active.get_current_stream(device)
+
+
+def call_kernel(
+    compiled: CompiledKernel, size: tuple[int, ...], stream: int, arguments: Sequence[Any]
+) -> None:
+    """Launch a compiled kernel; its arguments are addresses and numbers, and then its constants."""
+    no_hooks = None, None, None
+    compiled.run(*size, stream, compiled.function, compiled.packed_metadata, *no_hooks, *arguments)
+
+
+def is_direct() -> bool:
+    """Tell whether compiled kernels may be called directly: nobody watches the launches."""
+    if not _is_known or JITFunction.run is not _run:
         return False
     runtime = knobs.runtime
     return not (
-        kernel.pre_run_hooks
-        or kernel.used_global_vals  # Triton compares them at each launch
-        or runtime.launch_enter_hook.calls
+        runtime.launch_enter_hook.calls
         or runtime.launch_exit_hook.calls
         or runtime.debug
         or getattr(runtime, "add_stages_inspection_hook", None)
         or knobs.compilation.instrumentation_mode
     )
+
+
+def _is_plain(kernel: Any) -> bool:
+    """Tell whether nothing but the compiled kernel has to be called: no interpreter, no hooks."""
+    return (
+        type(kernel) is JITFunction
+        and not kernel.pre_run_hooks
+        and not kernel.used_global_vals  # Triton compares them at each launch
+    )
+
+
+def _key(
+    kernel: JITFunction, device: int, arguments: tuple[Any, ...], constants: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Return what decides which compiled kernel a launch takes."""
+    backend = kernel.device_caches[device][3]
+    # As if the kernel specialized all arguments: two keys may have the same compiled kernel.
+    kinds = tuple([kind_of(backend, x, False, True, True) for x in arguments])
+    return kernel.fn, device, kinds, tuple(constants), tuple(constants.values())
 
 
 def _are_apart(kernel: JITFunction, num_arguments: int, constants: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Fills every new floating-point buffer with NaN, so that tests notice memory that is not written.
+"""Fills every new buffer of numbers with NaN, so that tests notice memory that is not written.
 
 A kernel that forgets to write a part of its output usually passes its tests, because new memory
 tends to hold zeros. To use this, write `from mezzo_core.testing.poison import poison_memory` in a
@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.utils._device
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def _filled(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -26,9 +27,12 @@ def _filled(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         # A traced or meta tensor has no memory, and filling it would change the traced program.
         if torch.compiler.is_compiling() or fresh.is_meta or type(fresh) is not Tensor:
             return fresh
-        if fresh.is_floating_point() or fresh.is_complex():
-            with torch.no_grad():
+        # What watches operations is not to see this one.
+        with torch.no_grad(), _disable_current_modes():
+            if fresh.is_floating_point() or fresh.is_complex():
                 fresh.fill_(float("nan"))
+            elif fresh.dtype == torch.uint8:  # bytes may hold any numbers: these are NaN
+                fresh.fill_(255)
         return fresh
 
     return allocate_nan

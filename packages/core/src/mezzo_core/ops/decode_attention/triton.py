@@ -123,9 +123,10 @@ def decode_attention_fwd(
             NUM_SPLITS=N, HAS_SLOPES=slopes is not None, num_warps=4, num_stages=3,
         )  # fmt: skip
         if lse is not None:
-            decode_attention_fwd_kernel_combine[(B * HQ,)](
-                parts, lse, out, NUM_SPLITS=N, BN=next_power_of_2(N), D=D, num_warps=4
-            )
+            launch(
+                decode_attention_fwd_kernel_combine, (B * HQ,),
+                parts, lse, out, NUM_SPLITS=N, BN=next_power_of_2(N), D=D, num_warps=4,
+            )  # fmt: skip
     return out
 
 

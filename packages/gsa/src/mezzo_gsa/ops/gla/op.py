@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from mezzo_core.ops.gradients import register_gradient
+from mezzo_core.ops.gradients import register_gradient, undispatched
 from mezzo_core.ops.packed import check_borders
 from torch import Tensor
 
@@ -96,6 +96,9 @@ def _(
     return dq, dk, dv, dg, _fake_state(k, v, cu_seqlens)
 
 
+_call_gla_bwd = undispatched(gla_bwd)
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors)
@@ -108,7 +111,7 @@ def _backward(ctx: Any, dout: Tensor | None, dfinal: Tensor | None) -> tuple[Ten
     q, k, v, g, initial_state, cu_seqlens = ctx.saved_tensors
     if dout is None:
         dout = v.new_zeros(()).expand(*q.shape[:3], v.shape[3])
-    *grads, dinitial = gla_bwd(dout, dfinal, q, k, v, g, initial_state, cu_seqlens, ctx.scale)
+    *grads, dinitial = _call_gla_bwd(dout, dfinal, q, k, v, g, initial_state, cu_seqlens, ctx.scale)
     return (*grads, None if initial_state is None else dinitial, None, None)
 
 

@@ -15,6 +15,11 @@ from mezzo_rat.ops.divide import floor_divide
 from mezzo_rat.ops.rat_attention.arguments import Form
 
 
+def bias_parts(num_chunks: int) -> int:
+    """Return how many programs go back over all chunks; each has a part of the bias's gradient."""
+    return torch.sym_min(num_chunks, 1024)
+
+
 class Chunks(NamedTuple):
     """The slots of N chunks, and the tokens in them. A first axis of 1 is shared by all rows."""
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from mezzo_rat.ops.rat_attention.arguments import Form, Pulled, Saved, SavedContinued
 from mezzo_rat.ops.rat_attention.chunks import (
     Plan,
+    bias_parts,
     continued_plan,
     kept_plan,
     packed_plan,
@@ -73,7 +74,7 @@ def _(
     schema=f"(Tensor dy, {schema_of(Saved, Form)}) -> (Tensor, Tensor)",
 )
 def rat_attention_bwd(dy: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    """Return dx (B, T, W) and dbias (H, D), which is an empty tensor if there is no bias."""
+    """Return dx (B, T, W) and parts of dbias (·, H, D), an empty tensor if there is no bias."""
     return _gradients(dy, *_read(rest), plain_plan)
 
 
@@ -105,9 +106,11 @@ def _(
     cu_seqlens: Tensor | None,
     y: Tensor,
     lse: Tensor,
+    k_ends: Tensor,
     *rest: Any,
 ) -> tuple[Tensor, Tensor]:
-    dbias = lse.new_empty(0) if gate_bias is None else gate_bias.new_empty(y.shape[2:])
+    parts = bias_parts(x.shape[0] * k_ends.shape[1])
+    dbias = lse.new_empty(0) if gate_bias is None else lse.new_empty(parts, *y.shape[2:])
     return x.new_empty(x.shape), dbias
 
 
@@ -124,7 +127,8 @@ def _backward(ctx: Any, dy: Tensor | None, *unused: Tensor | None) -> tuple[Tens
         return None, None, *none
     saved = Saved(*ctx.saved_tensors)
     dx, dbias = _call_bwd(dy, *saved, *ctx.form)
-    return dx, None if saved.gate_bias is None else dbias, *none
+    bias = saved.gate_bias
+    return dx, None if bias is None else dbias.sum(0).to(bias.dtype), *none
 
 
 _call_bwd = undispatched(rat_attention_bwd, _eager_bwd)

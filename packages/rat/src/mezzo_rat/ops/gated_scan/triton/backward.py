@@ -137,9 +137,10 @@ def gated_scan_bwd(
         carry = dfinal
         if split["num_spans"] > 1:
             product, local = empty_spans(zvg, split)
-            gated_scan_bwd_kernel_span[grid](
-                dout, dfinal, zvg, gate_bias, lengths, closes, product, local, **settings
-            )
+            launch(
+                gated_scan_bwd_kernel_span, grid,
+                dout, dfinal, zvg, gate_bias, lengths, closes, product, local, **settings,
+            )  # fmt: skip
             carry = chain(product, local, dfinal, split)
         launch(
             gated_scan_bwd_kernel, grid,

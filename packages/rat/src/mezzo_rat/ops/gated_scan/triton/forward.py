@@ -109,9 +109,10 @@ def gated_scan_fwd(
         carry = h0
         if split["num_spans"] > 1:
             product, local = empty_spans(zvg, split)
-            gated_scan_fwd_kernel_span[grid](
-                zvg, gate_bias, lengths, h0, opens, product, local, **settings
-            )
+            launch(
+                gated_scan_fwd_kernel_span, grid,
+                zvg, gate_bias, lengths, h0, opens, product, local, **settings,
+            )  # fmt: skip
             carry = chain(product, local, h0, split)
         launch(
             gated_scan_fwd_kernel, grid,

@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from mezzo_core.ops.launch import launch
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 
@@ -146,7 +147,8 @@ def chain(product: Tensor, local: Tensor, first: Tensor, split: dict) -> Tensor:
     """Return the state, or the gradient of one, that enters each span, (B, num_spans, C)."""
     carry = torch.empty_like(product)
     grid = (product.shape[0] * ceil_div(split["C"], split["BD"]),)
-    gated_scan_kernel_carry[grid](
+    launch(
+        gated_scan_kernel_carry, grid,
         product, local, first, carry, split["num_spans"],
         C=split["C"], BD=split["BD"], BN=TILE, num_warps=1,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from mezzo_rat.ops.rat_attention.arguments import Pulled, Saved, SavedContinued
-from mezzo_rat.ops.rat_attention.chunks import Plan
+from mezzo_rat.ops.rat_attention.chunks import Plan, bias_parts
 from mezzo_rat.ops.rat_attention.state import RATState
 from mezzo_rat.ops.rat_attention.triton.elementwise import output_gate_bwd_kernel, rotate_kernel
 from mezzo_rat.ops.rat_attention.triton.ends import (
@@ -52,9 +52,6 @@ TILES_MANY: dict[str, dict[int, tuple[int, int, int, int]]] = {
     "dkv": {64: (64, 128, 4, 2), 128: (64, 64, 4, 2), 256: (32, 64, 4, 2)},
 }
 TILES_FLOAT32 = (32, 32, 4, 1)
-
-# Programs of the scan's backward pass; each sums a share of the gradient of the bias.
-SCAN_PROGRAMS = 1024
 
 
 class Scanned(NamedTuple):
@@ -180,7 +177,7 @@ def attend_ends(x: Tensor, scanned: Scanned, plan: Plan) -> tuple[Tensor, Tensor
 
 
 def attend_bwd(dy: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of the projection (B, T, W) and of the bias (H, D)."""
+    """Return the gradient of the projection (B, T, W), and parts of the bias's; see `scan_bwd`."""
     return scan_bwd(saved, ends_bwd(dy, saved, plan), plan)
 
 
@@ -227,7 +224,7 @@ def scan_bwd(
     plan: Plan,
     chunk: OpenChunk | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of the projection (B, T, W) and of the bias (H, D).
+    """Return the gradient of the projection, (B, T, W), and that of the bias in parts, (·, H, D).
 
     Args:
         saved: what the forward has saved.
@@ -241,7 +238,7 @@ def scan_bwd(
     dq = turn(past.dq, plan.q_places, plan, torch.float32, inverse=True)
     dk_ends = turn(past.dk_ends, plan.k_places, plan, torch.float32, inverse=True)
     chunks = sizes.B * plan.N
-    programs = min(chunks, SCAN_PROGRAMS)
+    programs = bias_parts(chunks)
     dbias = None if bias is None else torch.empty((programs, sizes.H, sizes.D), device=x.device)
     launch(
         chunk_scan_bwd_kernel, (programs * sizes.G,),
@@ -250,7 +247,7 @@ def scan_bwd(
         sizes.T, plan.N, chunks, programs, x.stride(0), x.stride(1),
         plan.form.scale, plan.form.scale * LOG2_E, W=sizes.width, **scan_settings(plan),
     )  # fmt: skip
-    return past.dx, None if dbias is None or bias is None else dbias.sum(0).to(bias.dtype)
+    return past.dx, dbias
 
 
 def attend_continued(x: Tensor, bias: Tensor | None, state: RATState, plan: Plan) -> Continued:
@@ -292,6 +289,8 @@ def attend_continued_bwd(
     chunk = OpenChunk(saved.k, saved.v, dk, dv, dk.clone(), dv.clone())
     dx, dbias = scan_bwd(saved, past._replace(dk_ends=new[0], dv_ends=new[1]), plan, chunk)
     dk_old, dv_old = (d[:, :num_slots].to(saved.k_ends.dtype) for d in (past.dk_ends, past.dv_ends))
+    if dbias is not None and saved.gate_bias is not None:
+        dbias = dbias.sum(0).to(saved.gate_bias.dtype)
     return dx, dbias, chunk.dk_first, chunk.dv_first, dk_old, dv_old
 
 

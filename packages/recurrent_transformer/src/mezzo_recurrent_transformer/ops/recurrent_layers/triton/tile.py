@@ -243,7 +243,8 @@ def attend_tile_bwd(work: BackwardWork, keys: Keys, dqkv: Tensor) -> None:
             B, S, keys.k.shape[2], keys.first, b, *scales(do, form), WHOLE=whole, **settings,
         )  # fmt: skip
         if not whole:
-            attend_tile_bwd_kernel_temporary[grid](
+            launch(
+                attend_tile_bwd_kernel_temporary, grid,
                 *tile[:3], work.slopes, tile.lse, do, delta, dqkv, B, S, b, *scales(do, form),
                 **settings,
             )  # fmt: skip

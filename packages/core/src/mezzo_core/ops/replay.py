@@ -1,0 +1,323 @@
+"""Repeats the launches of an op, so that a small call waits less for the host.
+
+A call of a form that was seen before runs once as ever, and is watched: which kernels it launches,
+and where each of their arguments lies, in an input, in a result or in a temporary tensor. From then
+on such a call makes the results and one workspace for all temporary tensors, and calls the compiled
+kernels on addresses in them. A form is all that decides on the launches: the dtypes, the shapes and
+the strides of tensors, and all that is no tensor.
+
+A function that does more than to allocate, to view and to launch is called as ever.
+"""
+
+import threading
+from collections.abc import Callable
+from copy import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+MOST_BYTES = 2**28
+"""Of the inputs and of the workspace. Larger calls do not wait for the host, and the workspace has
+room for all temporary tensors at once."""
+MOST_FORMS = 512
+"""Of a function; when it has as many, all are forgotten."""
+ALIGNED = 16
+"""Bytes of which the addresses of all tensors must be multiples: compiled kernels rely on it."""
+APART = 512
+"""Bytes of which the places in a workspace are multiples, as torch's allocator has it."""
+
+aten = torch.ops.aten
+ALLOCATIONS = {
+    aten.empty.memory_format,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
+
+
+class Call(NamedTuple):
+    """A launch of a compiled kernel."""
+
+    kernel: Any
+    """Triton's `CompiledKernel`."""
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    """Also the constants; those that are tensors are replaced by addresses."""
+    places: tuple[tuple[int, int, int, Any], ...]
+    """Of each tensor: which argument it is, in which buffer it lies, how many bytes from its start,
+    and, if the argument is Triton's descriptor of it, that one. The buffers are the inputs, the
+    workspace and the results, in this order."""
+
+
+class Recording(NamedTuple):
+    """All that a call does."""
+
+    calls: tuple[Call, ...]
+    workspace: int
+    """Bytes."""
+    results: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+    """The shape, the strides and the dtype of each tensor that is made to be returned."""
+    returned: tuple[int | None, ...]
+    """The number of each returned tensor among `results`."""
+    kind: type
+    """What is returned: a tensor, a tuple or a list."""
+    kept: tuple[Tensor, ...]
+    """Tensors that the function keeps itself, such as tables; kernels have their addresses."""
+
+
+class _Thread(threading.local):
+    recorder: "Recorder | None" = None
+
+
+thread = _Thread()
+"""Where a launch finds the recorder of its thread."""
+_SEEN, _PLAIN = object(), object()
+"""Stand for the recording of a form that was seen once, and of one that cannot be repeated."""
+
+
+def replayed(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that does what `run` does, in less time if it was called so before.
+
+    Args:
+        run: launches kernels by `launch`, gives them addresses only as tensors or descriptors, and
+            reads no values of tensors on a GPU. It returns a tensor, or a tuple or a list of
+            tensors and None. It does not change its arguments, which are tensors, None, lists of
+            both, or hashable.
+    """
+    known: dict[Any, Any] = {}
+
+    def call(*inputs: Any) -> Any:
+        tensors: list[Tensor] = []
+        form = _form(inputs, tensors)
+        stream = None if thread.recorder else _stream(tensors)
+        if stream is None:
+            return run(*inputs)
+        # What a function keeps, such as tables, may be ready on this stream alone.
+        key = stream, form
+        found = known.get(key)
+        if found is None:
+            if len(known) == MOST_FORMS:
+                known.clear()
+            known[key] = _SEEN
+        elif found is _SEEN:
+            if not _is_captured():
+                result, known[key] = _record(run, inputs, tensors)
+                return result
+        elif found is not _PLAIN and not (found.kept and _is_captured()):
+            return _replay(found, tensors, stream)
+        return run(*inputs)
+
+    return call
+
+
+def _form(inputs: Any, tensors: list[Tensor]) -> tuple[Any, ...]:
+    """Return the form of a call, and append its tensors."""
+    form: list[Any] = []
+    for x in inputs:
+        if isinstance(x, Tensor):
+            tensors.append(x)
+            form.append((x.dtype, x.get_device(), x.shape, x.stride()))
+        elif type(x) is list:
+            form.append(_form(x, tensors))
+        else:
+            form.append(x)
+    return tuple(form)
+
+
+def _stream(tensors: list[Tensor]) -> int | None:
+    """Return the stream on which a call can be repeated, or None if it cannot.
+
+    It can if all tensors are on the current GPU, and aligned, and nobody watches launches.
+    """
+    if not tensors or not tensors[0].is_cuda:
+        return None
+    from mezzo_core.ops.launch import is_direct
+
+    device = torch.cuda.current_device()
+    for x in tensors:
+        if x.get_device() != device or x.data_ptr() % ALIGNED:
+            return None
+    return torch._C._cuda_getCurrentRawStream(device) if is_direct() else None
+
+
+def _is_captured() -> bool:
+    """Tell whether a CUDA graph is made here: it would repeat a recorder's copies of the inputs.
+
+    And it may outlive what a recording keeps.
+    """
+    return torch.cuda.is_current_stream_capturing()
+
+
+def _replay(recording: Recording, tensors: list[Tensor], stream: int) -> Any:
+    """Do what was recorded, on other tensors."""
+    from mezzo_core.ops.launch import call_kernel
+
+    calls, size, results, returned, kind, _ = recording
+    device = tensors[0].device
+    workspace = torch.empty(size, dtype=torch.uint8, device=device)
+    made = [
+        torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        for shape, strides, dtype in results
+    ]
+    starts = [x.data_ptr() for x in (*tensors, workspace, *made)]
+    for kernel, grid, given, places in calls:
+        arguments = [*given]
+        for i, buffer, offset, described in places:
+            place = starts[buffer] + offset
+            arguments[i] = place if described is None else _described(described, place)
+        call_kernel(kernel, grid, stream, arguments)
+    if kind is Tensor:
+        return made[0]
+    return kind([None if i is None else made[i] for i in returned])
+
+
+class _Base:
+    """Stands for the tensor of a descriptor, of which a launch asks the address alone."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        return self._address
+
+
+def _described(descriptor: Any, address: int) -> Any:
+    """Return a descriptor of what lies at another address."""
+    found = copy(descriptor)
+    found.base = _Base(address)
+    return found
+
+
+def _record(
+    run: Callable[..., Any], inputs: tuple[Any, ...], tensors: list[Tensor]
+) -> tuple[Any, Any]:
+    """Run a function, and return its result and the recording, or _PLAIN."""
+    if sum(x.nbytes for x in tensors) > MOST_BYTES:
+        return run(*inputs), _PLAIN
+    # Copies lie apart, so that it is clear in which input an argument of a kernel lies.
+    apart = [_copy(x) for x in tensors]
+    recorder = Recorder(apart)
+    there = iter(apart)
+    thread.recorder = recorder
+    try:
+        with recorder:
+            result = run(*(_replace(x, there) for x in inputs))
+    finally:
+        thread.recorder = None
+    return result, recorder.recording(result) or _PLAIN
+
+
+def _copy(x: Tensor) -> Tensor:
+    """Return a copy in memory of its own, with the same strides, which may overlap."""
+    if x.numel() == 0:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    span = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((span,), (1,)).clone().as_strided(x.shape, x.stride())
+
+
+def _replace(x: Any, by: Any) -> Any:
+    if isinstance(x, Tensor):
+        return next(by)
+    return [_replace(part, by) for part in x] if type(x) is list else x
+
+
+class Recorder(TorchDispatchMode):
+    """Watches a function: its allocations, and, by `launch`, its launches."""
+
+    def __init__(self, inputs: list[Tensor]) -> None:
+        super().__init__()
+        self._inputs = inputs
+        self._made: list[Tensor] = []
+        self._launches: list[tuple[Any, tuple[int, ...], list[Any]]] = []
+        self.can_repeat = True
+        """Becomes False once the function does something else."""
+
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Do an operation of the function, and note what it is."""
+        result = op(*args, **(kwargs or {}))
+        if op in ALLOCATIONS:
+            self._made.append(result)
+        elif not op.is_view:
+            self.can_repeat = False
+        return result
+
+    def add(self, kernel: Any, grid: tuple[int, ...], arguments: list[Any]) -> None:
+        """Note a launch."""
+        self._launches.append((kernel, grid, arguments))
+
+    def recording(self, result: Any) -> Recording | None:
+        """Return what was done to get a result; None if it cannot be repeated."""
+        kind = Tensor if isinstance(result, Tensor) else type(result)
+        if not self.can_repeat or kind not in (Tensor, tuple, list):
+            return None
+        wanted = [result] if kind is Tensor else [*result]
+        made = {_start(x): x for x in self._made if x.numel()}
+        results = [x for x in wanted if x is not None]
+        # Each must be all that lies in its memory.
+        whole = {_start(x) for x in results if x.numel()}
+        if len(whole) != sum(x.numel() > 0 for x in results) or not whole <= made.keys():
+            return None
+        if any(x.numel() and _span(x) != x.untyped_storage().nbytes() for x in results):
+            return None
+        inputs, n = self._inputs, len(self._inputs)
+        places = {_start(x): (i, x.data_ptr()) for i, x in enumerate(inputs) if x.numel()}
+        size = 0
+        for start, x in made.items():
+            if start not in whole:
+                places[start] = (n, start - size)
+                size += -(-x.untyped_storage().nbytes() // APART) * APART
+        for i, x in enumerate(results):
+            if x.numel():
+                places[_start(x)] = (n + 1 + i, x.data_ptr())
+        if size > MOST_BYTES:
+            return None
+        kept: list[Tensor] = []
+        calls = [_call(*each, places, kept) for each in self._launches]
+        numbers = iter(range(len(results)))
+        return Recording(
+            tuple(calls),
+            size,
+            tuple((tuple(x.shape), x.stride(), x.dtype) for x in results),
+            tuple(None if x is None else next(numbers) for x in wanted),
+            kind,
+            tuple(kept),
+        )
+
+
+def _call(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: list[Any],
+    places: dict[int, tuple[int, int]],
+    kept: list[Tensor],
+) -> Call:
+    """Return a launch with the places of its tensors."""
+    given, found = [*arguments], []
+    for i, argument in enumerate(arguments):
+        described = None if isinstance(argument, Tensor) else argument
+        x = argument if described is None else getattr(argument, "base", None)
+        if x is None:
+            continue
+        place = places.get(_start(x)) if x.numel() else None
+        if place is not None:
+            found.append((i, place[0], x.data_ptr() - place[1], described))
+        else:
+            kept.extend([x] if x.numel() else [])
+            given[i] = x.data_ptr() if described is None else described
+    return Call(kernel, grid, tuple(given), tuple(found))
+
+
+def _start(x: Tensor) -> int:
+    """Return the address of a tensor's memory."""
+    return x.untyped_storage().data_ptr()
+
+
+def _span(x: Tensor) -> int:
+    """Return the bytes from a tensor's first element to its last."""
+    steps = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    return (1 + steps) * x.element_size()
