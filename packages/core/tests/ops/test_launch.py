@@ -135,7 +135,7 @@ def test_what_differs_gets_another_kernel(machine, kernel):
 
 
 @known
-@pytest.mark.parametrize("why", ["watched", "hooked", "replaced", "debugged", "unknown", "global"])
+@pytest.mark.parametrize("why", ["watched", "hooked", "replaced", "debugged", "unknown"])
 def test_otherwise_triton_launches(machine, kernel, why, monkeypatch):
     arguments, constants = split({})
     launch(kernel, (1,), *arguments, **constants)
@@ -150,12 +150,34 @@ def test_otherwise_triton_launches(machine, kernel, why, monkeypatch):
         monkeypatch.setattr(knobs.runtime, "debug", True)
     elif why == "unknown":
         monkeypatch.setattr(module, "_is_known", False)
-    else:
-        kernel.used_global_vals = {("SCALE", 0): (2, {"SCALE": 2})}
     launch(kernel, (1,), *arguments, **constants)
     assert told == [why] * (why in ("hooked", "replaced"))
     assert len(machine.calls) == 1 + (why != "replaced")
     assert machine.calls[-1][3] is knobs.runtime.launch_enter_hook, "the launch was direct"
+
+
+@known
+def test_a_global_constant_is_compared_as_triton_does(machine, kernel):
+    arguments, constants = split({})
+    module = {"SCALE": tl.constexpr(2)}
+    launch(kernel, (1,), *arguments, **constants)
+    kernel.used_global_vals = {("SCALE", 0): (tl.constexpr(2), module)}
+    launch(kernel, (1,), *arguments, **constants)
+    assert machine.calls[-1][3] is None, "the launch was not direct"
+    module["SCALE"] = tl.constexpr(3)
+    with pytest.raises(RuntimeError, match="SCALE has changed"):
+        launch(kernel, (1,), *arguments, **constants)
+
+
+@known
+def test_arguments_may_be_named(machine, kernel):
+    arguments, constants = split({})
+    for _ in range(2):
+        launch(kernel, (1,), *arguments, **constants)
+        launch(kernel, (1,), *arguments[:2], fixed=arguments[3], **constants, n=arguments[2])
+    made, _, _, hook, passed = machine.calls[-1]
+    assert hook is None, "the launch was not direct"
+    assert (made, passed) == (machine.calls[-2][0], machine.calls[-2][4])
 
 
 @known

@@ -7,6 +7,7 @@ compiled kernel is called directly, with addresses, which Triton takes as they a
 """
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import triton
@@ -38,21 +39,23 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     Args:
         kernel: from `triton.jit`.
         grid: one to three numbers of programs.
-        arguments: all arguments of the kernel that are not constants. Its tensors must be on the
-            current device: what lies elsewhere is found out in the first launch alone.
-        constants: all its constants, and Triton's options, such as num_warps.
+        arguments: the first arguments of the kernel. Its tensors must be on the current device:
+            what lies elsewhere is found out in the first launch alone.
+        constants: all its constants, Triton's options, such as num_warps, and further arguments.
     """
     if not (is_direct() and _is_plain(kernel)):
         _by_triton(kernel, grid, arguments, constants)
         return
+    if names := _named(kernel, len(arguments), *constants):
+        arguments += tuple([constants.pop(name) for name in names])
     device = driver.active.get_current_device()
     key = _key(kernel, device, arguments, constants)
     found = _compiled.get(key)
     if found is None:
         compiled = _by_triton(kernel, grid, arguments, constants)
         if type(compiled) is CompiledKernel and _are_apart(kernel, len(arguments), constants):
-            names = [each.name for each in kernel.params[len(arguments) :]]
-            _compiled[key] = compiled, tuple([constants[name] for name in names])
+            order = [each.name for each in kernel.params[len(arguments) :]]
+            _compiled[key] = compiled, tuple([constants[name] for name in order])
         return
     compiled, values = found
     size = (*grid, 1, 1)[:3]
@@ -100,11 +103,18 @@ def is_direct() -> bool:
 
 def _is_plain(kernel: Any) -> bool:
     """Tell whether nothing but the compiled kernel has to be called: no interpreter, no hooks."""
-    return (
-        type(kernel) is JITFunction
-        and not kernel.pre_run_hooks
-        and not kernel.used_global_vals  # Triton compares them at each launch
-    )
+    if type(kernel) is not JITFunction or kernel.pre_run_hooks:
+        return False
+    # As Triton does, which raises an error if the module's value is another one by now.
+    uses = kernel.used_global_vals.items()
+    return not any(module.get(name) != value for (name, _), (value, module) in uses)
+
+
+@cache
+def _named(kernel: JITFunction, num_arguments: int, *names: str) -> tuple[str, ...]:
+    """Return which of the names in a launch are of arguments, in their order."""
+    rest = kernel.params[num_arguments:]
+    return tuple(each.name for each in rest if not each.is_constexpr and each.name in names)
 
 
 def _key(

@@ -5,6 +5,7 @@ addresses, as on a GPU.
 """
 
 import ctypes
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -85,6 +86,7 @@ def _interpreted() -> list[Any]:
         "is_direct": lambda: True,
         "_is_plain": lambda kernel: True,
         "_key": lambda kernel, device, *given: (kernel, *given),
+        "_named": _named,
         "_compiled": _Compiled(),
         "driver": SimpleNamespace(active=gpu),
     }
@@ -99,11 +101,25 @@ def _stream(tensors: list[Tensor]) -> int | None:
     return 0 if all(x.data_ptr() % replay.ALIGNED == 0 for x in tensors) else None
 
 
-class _Compiled:
-    """Stands for the compiled kernels that `launch` has: all are there."""
+def _constants(kernel: Any) -> dict[str, bool]:
+    """Tell of each parameter of a kernel whether it is a constant."""
+    kinds = inspect.signature(kernel.fn).parameters.items()
+    return {name: "constexpr" in str(kind.annotation) for name, kind in kinds}
 
-    def get(self, key: Any) -> tuple["_Kernel", tuple[Any, ...]]:
+
+def _named(kernel: Any, num_arguments: int, *names: str) -> list[str]:
+    rest = [*_constants(kernel).items()][num_arguments:]
+    return [name for name, is_constant in rest if not is_constant and name in names]
+
+
+class _Compiled:
+    """Stands for the compiled kernels that `launch` has: all that it could have are there."""
+
+    def get(self, key: Any) -> tuple["_Kernel", tuple[Any, ...]] | None:
         kernel, arguments, constants = key
+        kinds, n = [*_constants(kernel).values()], len(arguments)
+        if any(kinds[:n]) or not all(kinds[n:]):
+            return None
         return _Kernel(kernel, [*map(_dtype, arguments)], tuple(constants)), (*constants.values(),)
 
 
