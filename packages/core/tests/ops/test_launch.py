@@ -181,6 +181,18 @@ def test_arguments_may_be_named(machine, kernel):
 
 
 @known
+def test_a_named_argument_behind_a_constant_is_left_to_triton(machine):
+    def source(x, SIZE: tl.constexpr, n):
+        """Stand for a kernel whose last argument follows a constant."""
+
+    kernel, (x, _, n, _), _ = jit.JITFunction(source), *split({})
+    for _ in range(2):
+        launch(kernel, (1,), x, n=n, SIZE=16)
+    assert all(call[3] is not None for call in machine.calls), "a launch was direct"
+    assert machine.calls[-1][4][-1] == n
+
+
+@known
 def test_constants_among_the_arguments_are_left_to_triton(machine, kernel):
     arguments, constants = split({})
     size = constants.pop("SIZE")

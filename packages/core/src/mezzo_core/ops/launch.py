@@ -8,6 +8,7 @@ compiled kernel is called directly, with addresses, which Triton takes as they a
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import takewhile
 from typing import Any
 
 import triton
@@ -112,9 +113,10 @@ def _is_plain(kernel: Any) -> bool:
 
 @cache
 def _named(kernel: JITFunction, num_arguments: int, *names: str) -> tuple[str, ...]:
-    """Return which of the names in a launch are of arguments, in their order."""
+    """Return which of the names in a launch are those of the next arguments, in their order."""
     rest = kernel.params[num_arguments:]
-    return tuple(each.name for each in rest if not each.is_constexpr and each.name in names)
+    following = takewhile(lambda each: not each.is_constexpr and each.name in names, rest)
+    return tuple(each.name for each in following)
 
 
 def _key(

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
+from itertools import takewhile
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -109,7 +110,7 @@ def _constants(kernel: Any) -> dict[str, bool]:
 
 def _named(kernel: Any, num_arguments: int, *names: str) -> list[str]:
     rest = [*_constants(kernel).items()][num_arguments:]
-    return [name for name, is_constant in rest if not is_constant and name in names]
+    return [name for name, _ in takewhile(lambda each: not each[1] and each[0] in names, rest)]
 
 
 class _Compiled:
