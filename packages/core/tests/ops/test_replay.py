@@ -247,6 +247,21 @@ def test_large_calls_are_not_recorded(device, monkeypatch):
     assert (large.count, deep.count, done) == (3, 3, [])
 
 
+def test_what_has_no_memory_to_be_watched_is_called_as_ever(device):
+    def run(x):
+        if replay.thread.recorder:
+            raise torch.OutOfMemoryError
+        return add(x, x, 1.0)
+
+    counted = Counted(run)
+    with replays() as done:
+        for i in range(3):
+            x = numbers(16, device=device)
+            assert torch.equal(counted.call(x), 2 * x)
+            assert counted.count == (1, 3, 4)[i]
+    assert not done
+
+
 def test_forms_are_forgotten_when_there_are_many(device, monkeypatch):
     monkeypatch.setattr(replay, "MOST_FORMS", 2)
     counted = Counted(lambda x, factor: add(x, x, factor))

@@ -195,12 +195,20 @@ def _record(
     run: Callable[..., Any], inputs: tuple[Any, ...], tensors: list[Tensor]
 ) -> tuple[Any, Any]:
     """Run a function, and return its result and the recording, or _PLAIN."""
-    if sum(x.nbytes for x in tensors) > MOST_BYTES:
-        return run(*inputs), _PLAIN
+    try:
+        if sum(x.nbytes for x in tensors) <= MOST_BYTES:
+            return _watch(run, inputs, tensors)
+    except torch.OutOfMemoryError:  # what is watched takes more memory
+        pass
+    return run(*inputs), _PLAIN
+
+
+def _watch(
+    run: Callable[..., Any], inputs: tuple[Any, ...], tensors: list[Tensor]
+) -> tuple[Any, Any]:
     # Copies lie apart, so that it is clear in which input an argument of a kernel lies.
     apart = [_copy(x) for x in tensors]
-    recorder = Recorder(apart)
-    there = iter(apart)
+    recorder, there = Recorder(apart), iter(apart)
     thread.recorder = recorder
     try:
         with recorder:
