@@ -12,7 +12,7 @@ import pytest
 import torch
 from mezzo_core.nn import AttentionConfig, BlocksConfig, MixerBlockConfig
 from mezzo_core.nn.on_meta import on_meta
-from mezzo_drt import DRTConfig, layer, stack
+from mezzo_drt import DRTConfig, layer, queries
 from mezzo_drt.places import whole_places
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -59,18 +59,18 @@ def test_pairs_are_those_of_a_forward(monkeypatch):
         hidden=8,
     )  # fmt: skip
     scores, reading = [], []
-    right_retrieve, right_op = stack.retrieve, layer.grouped_cross_attention
+    right_retrieve, right_op = queries.retrieve, layer.grouped_cross_attention
 
-    def retrieve(queries, keys, lo, hi, *others, **options):
+    def retrieve(asked, keys, lo, hi, *others, **options):
         # The last chunk's landmark retrieves for a chunk that does not exist.
         scores.append(int((hi - lo).clamp(min=0).sum()))
-        return right_retrieve(queries, keys, lo, hi, *others, **options)
+        return right_retrieve(asked, keys, lo, hi, *others, **options)
 
     def op(q, k, v, indices, *others, **options):
         reading.append(int((indices >= 0).sum()) * q.shape[2] * k.shape[2])
         return right_op(q, k, v, indices, *others, **options)
 
-    monkeypatch.setattr(stack, "retrieve", retrieve)
+    monkeypatch.setattr(queries, "retrieve", retrieve)
     monkeypatch.setattr(layer, "grouped_cross_attention", op)
     with torch.no_grad():
         config.build(16)(torch.randn(1, 32, 16))

@@ -7,7 +7,8 @@ from typing import Any, cast
 import torch
 from mezzo_core.nn import AttentionConfig, MixerBlockConfig
 from mezzo_core.nn.block import Block
-from mezzo_core.nn.contract import AbstractMixer, MixerConfig
+from mezzo_core.nn.configs import MixerConfig
+from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.mlp import MLPConfig
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map

@@ -91,6 +91,22 @@ class Places(NamedTuple):
         index = torch.arange(self.num_places, device=x.device) + self.shifts[:, None]
         return take(x, index.clamp(max=x.shape[1] - 1))
 
+    def from_chunk(self, n: int) -> "Places":
+        """Return the places from chunk n of the grid on; all rows stand at the same place of it.
+
+        Earlier tokens get a negative place.
+        """
+        first = n * (self.chunk_size + 1) - self.shift
+        return self._replace(
+            num_chunks=self.num_chunks - n,
+            num_places=self.num_places - first,
+            lo=self.lo[:, n:],
+            hi=self.hi[:, n:],
+            source=None if self.source is None else self.source[:, first:],
+            tokens=None if self.tokens is None else self.tokens - first,
+            shift=0,
+        )
+
     def landmarks(self, x: Tensor) -> Tensor:
         """Take the place of each chunk's landmark: (B, P, C) to (B, N, C).
 
@@ -183,6 +199,24 @@ class Continued(NamedTuple):
     num_after: int
     num_done: int
     writes_at: int | None
+
+    def first_needed(self, num_layers: int, window_size: int) -> int:
+        """Return the first chunk of the grid whose places upper layers need for the last output.
+
+        An upper layer's output is exact where all of its window of W places is, and the landmark
+        before its chunk: at most max(W, L + 1) places behind where its input is exact. And the last
+        landmark must be among the places. Rows that stand at different places need all.
+        """
+        places, M = self.places, self.places.chunk_size + 1
+        if self.num_before is None or places.shifts is not None or places.lengths is not None:
+            return 0
+        needed = num_layers * max(window_size, M) + M
+        return max(0, (places.shift + places.num_places - needed) // M)
+
+    def place_of(self, n: int) -> int:
+        """Return the place at which chunk n of the grid begins, where all rows have the same."""
+        assert self.num_before is not None
+        return (self.num_before + n) * (self.places.chunk_size + 1)
 
 
 def continued_places(

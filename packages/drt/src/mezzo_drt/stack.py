@@ -8,28 +8,28 @@ from typing import Literal, cast
 import torch
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn import AbstractStack, AttentionConfig
-from mezzo_core.nn.contract import AbstractSequenceModule, MixerConfig, Run, run_eagerly
-from mezzo_core.nn.linear import Linear
+from mezzo_core.nn.configs import MixerConfig
+from mezzo_core.nn.contract import AbstractSequenceModule, Run, run_eagerly
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.nn.state import Rows
 from mezzo_core.ops.checks import check_size, is_read
 from mezzo_core.ops.named import replaced
-from mezzo_core.ops.padding import without_padding
+from mezzo_core.ops.padding import last_real, without_padding
 from torch import Tensor, nn
 
 from mezzo_drt import state as states
 from mezzo_drt.encoder import ChunkEncoder, num_weights
-from mezzo_drt.layer import Residual, UpperLayer
+from mezzo_drt.layer import Residual
 from mezzo_drt.lower import LowerLayers
 from mezzo_drt.memory.chunks import Due, Memory
 from mezzo_drt.memory.device import DeviceStore
 from mezzo_drt.memory.disk import in_folder
 from mezzo_drt.memory.host import HostStore
 from mezzo_drt.memory.store import AbstractStore, check_room
-from mezzo_drt.ops.grouped_cross_attention import Readers, readers_of
-from mezzo_drt.places import Places, continued_places, packed_places, whole_places
-from mezzo_drt.retrieval import Reads, after_first, retrieve
+from mezzo_drt.places import continued_places, packed_places, take, whole_places
+from mezzo_drt.queries import Queries
 from mezzo_drt.state import DRTState
+from mezzo_drt.upper import UpperLayers
 
 Retriever = Literal["learned", "random", "fixed"]
 
@@ -116,7 +116,6 @@ class DRT(AbstractStack):
         attention = AttentionConfig(D, window_size=config.window_size, rope_base=None, alibi="olmo")
         mlp = MLPConfig("swiglu", hidden)
         half = config.num_layers // 2
-        self._group_size = half // config.num_groups
         self._store: AbstractStore = HostStore() if config.offload else DeviceStore()
         self.landmark = nn.Embedding(1, d_model)
         self.lower = LowerLayers(d_model, half, config.lower, attention, mlp, eps)
@@ -124,16 +123,13 @@ class DRT(AbstractStack):
         learned = "projected" if config.projections else "landmark"
         key = "mean" if config.retriever == "fixed" else learned
         self.encoder = ChunkEncoder(d_model, D, config.num_encoder_layers, hidden, key, eps)
-        upper = (
-            UpperLayer(d_model, attention, mlp, eps, config.residual, config.softmax1)
-            for _ in range(half)
-        )
-        # torch's ModuleList has no element type, so the cast tells it to type checkers.
-        self.upper = cast(Sequence[UpperLayer], nn.ModuleList(upper))
-        self.queries = nn.ModuleList()  # what makes a query of a landmark's state, in each group
-        for _ in range(0 if config.retriever == "fixed" else config.num_groups):
-            query = Linear(d_model, d_model, bias=False) if config.projections else None
-            self.queries.append(query or nn.RMSNorm(d_model, eps=eps))
+        upper = (attention, mlp, eps, config.residual, config.softmax1)
+        self.upper = UpperLayers(d_model, half, config.num_groups, *upper)
+        self.queries = Queries(
+            d_model, config.num_groups, config.num_retrieved, eps,
+            projections=config.projections, gumbel_noise=config.gumbel_noise,
+            is_random=config.retriever == "random", is_fixed=config.retriever == "fixed",
+        )  # fmt: skip
 
     def forward(
         self,
@@ -147,6 +143,29 @@ class DRT(AbstractStack):
 
         With a state the call waits for a GPU once, to read where the rows stand.
         """
+        return self._run(x, state, cu_seqlens, lengths, last_only=False)
+
+    def prefill(
+        self, x: Tensor, state: DRTState, *, lengths: Tensor | None = None
+    ) -> tuple[Tensor, DRTState]:
+        """Run over a segment whose last outputs alone are wanted; see `AbstractStack.prefill`.
+
+        If all rows stand at the same place of a chunk, the upper layers run over the last places
+        only: what is retrieved is made of the lower layers' outputs, and upper layers see windows.
+        """
+        y, after = self._run(x, state, None, lengths, last_only=True)
+        return last_real(y, lengths), cast(DRTState, after)
+
+    def _run(
+        self,
+        x: Tensor,
+        state: DRTState | None,
+        cu_seqlens: Tensor | None,
+        lengths: Tensor | None,
+        *,
+        last_only: bool,
+    ) -> tuple[Tensor, DRTState | None]:
+        """Do what `forward` does; with `last_only` the outputs may be the last ones alone."""
         self.check_input(x, state, cu_seqlens, lengths)
         L, continued = self.config.chunk_size, None
         if state is not None:
@@ -160,32 +179,31 @@ class DRT(AbstractStack):
         if x.numel() == 0 or places.num_places == 0:
             return without_padding(x, lengths), state
 
+        half = len(self.lower)
         before = (None,) * self.config.num_layers if state is None else state.caches
-        spread = places.spread(x, self.landmark.weight)
-        h, caches = self.lower(spread, before[: len(self.lower)], places)
+        h, caches = self.lower(places.spread(x, self.landmark.weight), before[:half], places)
         chunks = places.to_chunks(h)
-        if state is not None:
-            chunks = state.with_open_chunk(chunks)
-        encoded = memory = readable = self._encode(chunks)
-        if state is not None and continued is not None:
-            memory = self._store.append(state.memory, encoded, continued)
-        reads: list[Reads] = []
-        readers: Readers | None = None
-        for i, layer in enumerate(self.upper):
-            if i % self._group_size == 0:
-                reads.append(self._reads(len(reads), h, encoded, memory, places, state))
-                here = Reads(*(part[:, : places.num_chunks].contiguous() for part in reads[-1]))
-                if state is not None:
-                    readable, indices = self._store.gather(memory, here.indices)
-                    here = replaced(here, indices=indices)
-                if h.is_cuda and torch.is_grad_enabled():  # the backward of the kernels needs them
-                    readers = readers_of(here.indices, readable.k.shape[1])
-            h, cache = layer(h, before[len(caches)], readable, here, places, readers)
-            caches.append(cache)
-        y = places.collect(h)
+        reading = (self.queries, self._store)
         if state is None or continued is None:
-            return y, None
-        after = states.next_state(tuple(caches), chunks, memory, state.fetched, reads, continued)
+            h, _, _ = self.upper(h, before[half:], self._encode(chunks), places, *reading)
+            return places.collect(h), None
+        chunks = state.with_open_chunk(chunks)
+        encoded = self._encode(chunks)
+        memory = self._store.append(state.memory, encoded, continued)
+        first = continued.first_needed(len(self.upper), self.config.window_size) if last_only else 0
+        if not first:
+            parts = (h, before[half:], encoded, places, *reading)
+            h, upper, reads = self.upper(*parts, memory, state)
+            y = places.collect(h)
+        else:  # the upper layers begin there, as if nothing had come before
+            places, empty = places.from_chunk(first), map(states.emptied, before[half:])
+            encoded = Memory(*(part[:, first:] for part in encoded))
+            late = (h[:, -places.num_places :], [*empty], encoded, places, *reading)
+            h, upper, reads = self.upper(*late, memory)
+            upper = [states.moved_on(cache, continued.place_of(first)) for cache in upper]
+            y = take(h, cast(Tensor, places.tokens)[:, -1:])
+        every = (*caches, *upper)
+        after = states.next_state(every, chunks, memory, state.fetched, reads, continued, first)
         return y, replaced(after, fetched=self._store.fetch(memory, after.indices, state.fetched))
 
     def step(self, x: Tensor, state: DRTState) -> Tensor:
@@ -263,20 +281,8 @@ class DRT(AbstractStack):
         encoded = None if due is None else self._encode(state.lower[:, None])
         if due is not None and encoded is not None:
             self._store.store_(state.memory, encoded, due)
-        found = []
-        for i, layer in enumerate(self.upper):
-            group = i // self._group_size
-            if due is not None and encoded is not None and i % self._group_size == 0:
-                hi = due.stored[:, None]
-                lo = torch.zeros_like(hi)
-                found.append(self._retrieve(group, h, encoded, state.memory, lo, hi))
-            memory, slots = self._store.read(state.memory, state.fetched, state.indices, group)
-            reads = Reads(slots, state.weights[:, group, None])
-            h = layer.step(h, state.caches[len(self.lower) + i], memory, reads)
-        if due is not None:
-            indices, weights = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
-            due.put_(state.indices, indices)
-            due.put_(state.weights, weights)
+        caches = state.caches[len(self.lower) :]
+        h = self.upper.step(h, caches, state, self.queries, self._store, due, encoded)
         return h, encoded
 
     def reserve(self, state: DRTState, num_tokens: int) -> DRTState:
@@ -337,7 +343,7 @@ class DRT(AbstractStack):
         N = num_tokens // L
         places = num_tokens + N
         total = places * sum(block.flops_per_token(places) for block in self.lower.blocks)
-        total += sum(layer.flops(num_tokens, L, c.num_retrieved) for layer in self.upper)
+        total += sum(layer.flops(num_tokens, L, c.num_retrieved) for layer in self.upper.layers)
         total += N * (self.encoder.flops_per_chunk(L) + 2 * num_weights(self.queries))
         return (total + c.num_groups * self.d_model * N * (N - 1)) / max(num_tokens, 1)
 
@@ -362,29 +368,8 @@ class DRT(AbstractStack):
 
     def layers(self) -> list[AbstractSequenceModule]:
         """Return what has a state in each layer: a lower block, or an upper window attention."""
-        return [*self.lower.blocks, *(layer.attention for layer in self.upper)]
+        return [*self.lower.blocks, *(layer.attention for layer in self.upper.layers)]
 
     def _encode(self, chunks: Tensor) -> Memory:
         """Encode chunks (B, N, L + 1, C)."""
         return cast(Memory, self.encoder(chunks))
-
-    def _reads(
-        self, group: int, h: Tensor, encoded: Memory, memory: Memory, places: Places,
-        state: DRTState | None,
-    ) -> Reads:  # fmt: skip
-        """Return what the N chunks of the grid read in a group, and the one after them."""
-        found = self._retrieve(group, places.landmarks(h), encoded, memory, places.lo, places.hi)
-        return after_first(found, None if state is None else state.reads(group))
-
-    def _retrieve(
-        self, group: int, h: Tensor, encoded: Memory, memory: Memory, lo: Tensor, hi: Tensor
-    ) -> Reads:
-        """Retrieve for the chunks after those of which h (B, N, C) are the landmarks' states."""
-        c = self.config
-        queries = encoded.keys if c.retriever == "fixed" else self.queries[group](h)
-        return retrieve(
-            queries, memory.keys, lo, hi, c.num_retrieved,
-            noise=c.gumbel_noise and self.training,
-            random_group=group if c.retriever == "random" else None,
-            ties=c.retriever == "random",
-        )  # fmt: skip

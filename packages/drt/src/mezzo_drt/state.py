@@ -61,6 +61,17 @@ class DRTState(NamedTuple):
         return torch.cat([first[:, None], chunks[:, 1:]], 1)
 
 
+def emptied(cache: KVCache) -> KVCache:
+    """Return the cache before a first token."""
+    return KVCache(cache.k[:, :0], cache.v[:, :0], torch.zeros_like(cache.lengths))
+
+
+def moved_on(cache: KVCache, count: int) -> KVCache:
+    """Return the cache of a full window as it is `count` places further on."""
+    shift = count % cache.k.shape[1]  # a place's slot is its remainder
+    return KVCache(cache.k.roll(shift, 1), cache.v.roll(shift, 1), cache.lengths + count)
+
+
 def next_state(
     caches: tuple[Any, ...],
     chunks: Tensor,
@@ -68,12 +79,17 @@ def next_state(
     fetched: Fetched,
     reads: Sequence[Reads],
     continued: Continued,
+    first: int,
 ) -> DRTState:
-    """Return the state after a call, which begins in chunk `done` of the call's grid."""
+    """Return the state after a call, which begins in chunk `done` of the call's grid.
+
+    `reads` are those of the grid's chunks from the `first` on.
+    """
     done = continued.done[:, None]
     lower = take(chunks, done.clamp(max=chunks.shape[1] - 1))
     indices, weights = (
-        torch.cat([take(part, done) for part in parts], 1) for parts in zip(*reads, strict=True)
+        torch.cat([take(part, done - first) for part in parts], 1)
+        for parts in zip(*reads, strict=True)
     )
     wait = torch.zeros(len(lower), dtype=torch.int64, device="cpu")
     return DRTState(caches, memory, lower[:, 0], indices, weights, wait, fetched)

@@ -22,7 +22,7 @@ from functools import partial
 
 from mezzo_core.data import DataConfig
 from mezzo_core.nn.attention import AttentionConfig
-from mezzo_core.nn.contract import MixerConfig
+from mezzo_core.nn.configs import MixerConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.train.config import OptimConfig, TrainConfig

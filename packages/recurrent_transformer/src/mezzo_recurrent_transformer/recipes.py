@@ -20,7 +20,7 @@ from functools import partial
 
 from mezzo_core.data import DataConfig
 from mezzo_core.nn import BlocksConfig
-from mezzo_core.nn.contract import StackConfig
+from mezzo_core.nn.configs import StackConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_core.train.recipes import AbstractHyperparameters, Recipes

@@ -32,7 +32,8 @@ from mezzo_core.hub.cache import HeldState, MixerLayer, room_to_go_back
 from mezzo_core.hub.config import MezzoConfig
 from mezzo_core.hub.model import CACHE
 from mezzo_core.hub.padding import Padding
-from mezzo_core.nn.contract import AbstractMixer, MixerConfig
+from mezzo_core.nn.configs import MixerConfig
+from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.init import init_weights
 
 

@@ -8,12 +8,12 @@ from mezzo_core.nn.block import Block as Block
 from mezzo_core.nn.block import MixerBlockConfig as MixerBlockConfig
 from mezzo_core.nn.checkpoint import load_model as load_model
 from mezzo_core.nn.checkpoint import save_model as save_model
+from mezzo_core.nn.configs import BlockConfig as BlockConfig
+from mezzo_core.nn.configs import MixerConfig as MixerConfig
+from mezzo_core.nn.configs import StackConfig as StackConfig
 from mezzo_core.nn.contract import AbstractBlock as AbstractBlock
 from mezzo_core.nn.contract import AbstractMixer as AbstractMixer
 from mezzo_core.nn.contract import AbstractStack as AbstractStack
-from mezzo_core.nn.contract import BlockConfig as BlockConfig
-from mezzo_core.nn.contract import MixerConfig as MixerConfig
-from mezzo_core.nn.contract import StackConfig as StackConfig
 from mezzo_core.nn.decoder import Decoder as Decoder
 from mezzo_core.nn.generate import generate as generate
 from mezzo_core.nn.generate import stream as stream

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from mezzo_core.config_json import check_fields
-from mezzo_core.nn.contract import AbstractBlock, AbstractMixer, MixerConfig, Run, run_eagerly
+from mezzo_core.nn.configs import MixerConfig
+from mezzo_core.nn.contract import AbstractBlock, AbstractMixer, Run, run_eagerly
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.nn.norm import NormKind, build_norm
 from mezzo_core.nn.state import Rows

@@ -8,7 +8,7 @@ follow the contract in `AbstractSequenceModule`, which `mezzo_core.testing.laws`
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from mezzo_core.nn.state import (
 )
 from mezzo_core.ops.checks import check_floating, check_lengths, check_size
 from mezzo_core.ops.packed import check_borders, check_cu_seqlens
+from mezzo_core.ops.padding import last_real
 
 Run = Callable[[Callable[[Any], Any], Any], Any]
 """Calls work(state) and returns what it returns."""
@@ -173,6 +174,26 @@ class AbstractSequenceModule(nn.Module, ABC):
         the tensors that grow. If only counters (B,) int64 are overwritten, they count tokens.
         """
         return tuple(0 not in x.shape for x in tree_leaves(self.init_state(1)))
+
+    def prefill(
+        self, x: Tensor, state: Any, *, lengths: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
+        """Run over the next segment of a prompt, of which only the last output is wanted.
+
+        By default all outputs are computed. A module may leave out what the last one and the state
+        do not need.
+
+        Args:
+            x: (B, T, C), T at least 1.
+            state: the state after the tokens before x.
+            lengths: as in `forward`.
+
+        Returns:
+            y (B, 1, C) of each row's last real token, which of a row without one is meaningless,
+            and the state after it.
+        """
+        y, after = self(x, state, lengths=lengths)
+        return last_real(y, lengths), after
 
     def look_ahead(
         self, x: Tensor, state: Any, lengths: Tensor, certain: Tensor
@@ -366,35 +387,3 @@ class AbstractStack(AbstractSequenceModule):
         (`mezzo_core.train.context`).
         """
         return (self,)
-
-
-class MixerConfig(Protocol):
-    """A frozen dataclass that describes a mixer and builds it."""
-
-    def build(self, d_model: int) -> AbstractMixer:
-        """Build the mixer, on torch's default device."""
-        ...
-
-
-class BlockConfig(Protocol):
-    """A frozen dataclass that describes a block and builds it."""
-
-    def build(self, d_model: int) -> AbstractBlock:
-        """Build the block, on torch's default device."""
-        ...
-
-
-class StackConfig(Protocol):
-    """A frozen dataclass that describes a stack and builds it."""
-
-    def build(self, d_model: int) -> AbstractStack:
-        """Build the stack, on torch's default device."""
-        ...
-
-
-class SequenceConfig(Protocol):
-    """The configuration of a mixer, a block or a stack."""
-
-    def build(self, d_model: int) -> AbstractSequenceModule:
-        """Build it, on torch's default device."""
-        ...

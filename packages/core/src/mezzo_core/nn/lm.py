@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn.block import MixerBlockConfig
-from mezzo_core.nn.contract import AbstractStack, MixerConfig, Run, StackConfig, run_eagerly
+from mezzo_core.nn.configs import MixerConfig, StackConfig
+from mezzo_core.nn.contract import AbstractStack, Run, run_eagerly
 from mezzo_core.nn.init import init_weights
 from mezzo_core.nn.linear import Linear, is_plain
 from mezzo_core.nn.lm_output import LMOutput, Score
@@ -152,9 +153,13 @@ class LM(nn.Module):
         self._check(tokens)
         if last_only and tokens.shape[1] == 0:
             raise ValueError("last_only takes the last token of each row, got tokens with T = 0")
-        x, state = self.stack(self.embed(tokens), state, cu_seqlens=cu_seqlens, lengths=lengths)
+        x = self.embed(tokens)
+        if last_only and state is not None and cu_seqlens is None:
+            x, state = self.stack.prefill(x, state, lengths=lengths)
+        else:
+            x, state = self.stack(x, state, cu_seqlens=cu_seqlens, lengths=lengths)
         if last_only:
-            x = _last_real_token(x, lengths)
+            x = x[:, -1:]
         return LMOutput(self.head(self.norm(x)), state)
 
     def step(self, tokens: Tensor, state: Any) -> Tensor:
@@ -381,11 +386,3 @@ def _count(name: str, value: Any) -> Any:
         value = int(value)  # numpy's too
     check_size("LM", name, value, 0)
     return value
-
-
-def _last_real_token(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """Take each row's last real token: (B, T, C) to (B, 1, C)."""
-    if lengths is None:
-        return x[:, -1:]
-    index = (lengths - 1).clamp(min=0)[:, None, None].expand(-1, 1, x.shape[-1])
-    return x.gather(1, index)

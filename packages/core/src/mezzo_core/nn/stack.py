@@ -7,11 +7,11 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from mezzo_core.config_json import check_fields
+from mezzo_core.nn.configs import BlockConfig
 from mezzo_core.nn.contract import (
     AbstractBlock,
     AbstractSequenceModule,
     AbstractStack,
-    BlockConfig,
     Run,
     run_eagerly,
 )

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mezzo_core.nn.attention import Attention
-from mezzo_core.nn.contract import AbstractSequenceModule, SequenceConfig
+from mezzo_core.nn.configs import SequenceConfig
+from mezzo_core.nn.contract import AbstractSequenceModule
 from mezzo_core.nn.init import init_own_weights
 from mezzo_core.nn.lm import LM, LMConfig
 from mezzo_core.reproduction.result_file import Cell

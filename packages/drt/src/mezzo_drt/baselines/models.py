@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn import MLPConfig
 from mezzo_core.nn.attention import AttentionConfig
-from mezzo_core.nn.contract import MixerConfig
+from mezzo_core.nn.configs import MixerConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.ops.checks import check_size
 

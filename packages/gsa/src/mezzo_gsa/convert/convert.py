@@ -30,7 +30,7 @@ import torch
 from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.checkpoint import check_weights
-from mezzo_core.nn.contract import MixerConfig
+from mezzo_core.nn.configs import MixerConfig
 from mezzo_core.nn.init import init_weights
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.on_meta import build_on_meta

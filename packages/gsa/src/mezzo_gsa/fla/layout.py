@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from mezzo_core.errors import UserError
 from mezzo_core.nn.block import MixerBlockConfig
-from mezzo_core.nn.contract import BlockConfig
+from mezzo_core.nn.configs import BlockConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.nn.published import Described, Layout, check_shapes, read_weights

@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from mezzo_core.nn.contract import MixerConfig
+from mezzo_core.nn.configs import MixerConfig
 from mezzo_core.reproduction import Timing
 from mezzo_core.reproduction.layer_speed import build_layer, compiled, op_job, time_layer, time_op
 from mezzo_core.reproduction.runner import Job, excused

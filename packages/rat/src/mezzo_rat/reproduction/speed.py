@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from mezzo_core.nn.attention import AttentionConfig
-from mezzo_core.nn.contract import MixerConfig
+from mezzo_core.nn.configs import MixerConfig
 from mezzo_core.reproduction import Cell, Timing
 from mezzo_core.reproduction.generation_speed import time_step, time_throughput
 from mezzo_core.reproduction.layer_speed import build_layer, compiled, time_layer, time_model

@@ -1,0 +1,42 @@
+"""What describes a sequence module, and builds it: a frozen dataclass."""
+
+from typing import Protocol
+
+from mezzo_core.nn.contract import (
+    AbstractBlock,
+    AbstractMixer,
+    AbstractSequenceModule,
+    AbstractStack,
+)
+
+
+class MixerConfig(Protocol):
+    """A frozen dataclass that describes a mixer and builds it."""
+
+    def build(self, d_model: int) -> AbstractMixer:
+        """Build the mixer, on torch's default device."""
+        ...
+
+
+class BlockConfig(Protocol):
+    """A frozen dataclass that describes a block and builds it."""
+
+    def build(self, d_model: int) -> AbstractBlock:
+        """Build the block, on torch's default device."""
+        ...
+
+
+class StackConfig(Protocol):
+    """A frozen dataclass that describes a stack and builds it."""
+
+    def build(self, d_model: int) -> AbstractStack:
+        """Build the stack, on torch's default device."""
+        ...
+
+
+class SequenceConfig(Protocol):
+    """The configuration of a mixer, a block or a stack."""
+
+    def build(self, d_model: int) -> AbstractSequenceModule:
+        """Build it, on torch's default device."""
+        ...

@@ -1,0 +1,121 @@
+"""The upper half: groups of layers, each of which reads what its first layer's input retrieves."""
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from mezzo_core.nn.attention import AttentionConfig, KVCache
+from mezzo_core.nn.mlp import MLPConfig
+from mezzo_core.ops.named import replaced
+from torch import Tensor, nn
+
+from mezzo_drt.layer import Residual, UpperLayer
+from mezzo_drt.memory.chunks import Due, Memory
+from mezzo_drt.memory.store import AbstractStore
+from mezzo_drt.ops.grouped_cross_attention import Readers, readers_of
+from mezzo_drt.places import Places
+from mezzo_drt.queries import Queries
+from mezzo_drt.retrieval import Reads, after_first
+from mezzo_drt.state import DRTState
+
+
+class UpperLayers(nn.ModuleList):
+    """Layers, one after another, in groups that retrieve anew."""
+
+    def __init__(
+        self,
+        d_model: int,
+        num_layers: int,
+        num_groups: int,
+        attention: AttentionConfig,
+        mlp: MLPConfig,
+        norm_eps: float,
+        residual: Residual,
+        softmax1: bool,
+    ) -> None:
+        """Create the layers."""
+        super().__init__(
+            UpperLayer(d_model, attention, mlp, norm_eps, residual, softmax1)
+            for _ in range(num_layers)
+        )
+        self._group_size = num_layers // num_groups
+
+    @property
+    def layers(self) -> Sequence[UpperLayer]:
+        """The layers; torch's ModuleList has no element type."""
+        return cast(Sequence[UpperLayer], tuple(self))
+
+    def forward(
+        self,
+        h: Tensor,
+        caches: Sequence[KVCache | None],
+        chunks: Memory,
+        places: Places,
+        queries: Queries,
+        store: AbstractStore,
+        memory: Memory | None = None,
+        state: DRTState | None = None,
+    ) -> tuple[Tensor, list[KVCache | None], list[Reads]]:
+        """Run over the places of a call.
+
+        Args:
+            h: (B, P, C), what the lower layers give.
+            caches: the layers', before these places.
+            chunks: the N chunks of the grid.
+            places: of the call.
+            queries: they retrieve.
+            store: of the memory.
+            memory: what can be read; None: these chunks.
+            state: it says what the first chunk reads; None: nothing.
+
+        Returns:
+            (B, P, C), the caches, and what each group reads: the N chunks and the one after them.
+        """
+        after: list[KVCache | None] = []
+        reads: list[Reads] = []
+        readers: Readers | None = None
+        for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            if i % self._group_size == 0:
+                group, readable = len(reads), chunks if memory is None else memory
+                old = None if state is None else state.reads(group)
+                asked = (places.landmarks(h), chunks.keys, readable.keys, places.lo, places.hi)
+                reads.append(after_first(queries.retrieve(group, *asked), old))
+                here = Reads(*(part[:, : places.num_chunks].contiguous() for part in reads[-1]))
+                if memory is not None:
+                    readable, indices = store.gather(memory, here.indices)
+                    here = replaced(here, indices=indices)
+                if h.is_cuda and torch.is_grad_enabled():  # the backward of the kernels needs them
+                    readers = readers_of(here.indices, readable.k.shape[1])
+            h, new = layer(h, cache, readable, here, places, readers)
+            after.append(new)
+        return h, after, reads
+
+    def step(
+        self,
+        h: Tensor,
+        caches: Sequence[KVCache],
+        state: DRTState,
+        queries: Queries,
+        store: AbstractStore,
+        due: Due | None,
+        encoded: Memory | None,
+    ) -> Tensor:
+        """Run one place of every row, (B, 1, C), overwriting the caches.
+
+        In the rows where a landmark is due, it retrieves for the next chunk; `encoded` is the one
+        that ends.
+        """
+        found = []
+        for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            group = i // self._group_size
+            if due is not None and encoded is not None and i % self._group_size == 0:
+                hi = due.stored[:, None]
+                asked = (h, encoded.keys, state.memory.keys, torch.zeros_like(hi), hi)
+                found.append(queries.retrieve(group, *asked))
+            memory, slots = store.read(state.memory, state.fetched, state.indices, group)
+            h = layer.step(h, cache, memory, Reads(slots, state.weights[:, group, None]))
+        if due is not None:
+            indices, weights = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+            due.put_(state.indices, indices)
+            due.put_(state.weights, weights)
+        return h
