@@ -71,7 +71,7 @@ def cut(inputs, start, end):
 def assert_same(fn, ref, inputs, rtol=1e-10):
     """Compare all results and all gradients."""
     generator = torch.Generator().manual_seed(1)
-    douts = [torch.randn(x.shape, generator=generator).to(x) for x in ref(**inputs)]
+    douts = [torch.randn(x.shape, generator=generator).to(x) for x in fn(**inputs)]
     (truth, dtruth), (found, dfound) = (grads(f, inputs, tuple(douts)) for f in (ref, fn))
     for name, a, b in zip(("out", "final k", "final v"), found, truth, strict=True):
         assert_close(name, a, b, rtol=rtol, atol=1e-12)
