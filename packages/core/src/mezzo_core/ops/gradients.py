@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from mezzo_core.ops.checks import in_transform
-from mezzo_core.ops.replay import replayed, thread
+from mezzo_core.ops.replay import thread
 
 
 def register_gradient(
@@ -39,7 +39,8 @@ def register_gradient(
             of the arguments.
         save: takes (ctx, inputs, output) and stores on ctx the values that `backward` needs.
         run: the Python function for eager code, by default the op's own. It may return None where
-            an op has to return an empty tensor.
+            an op has to return an empty tensor. Of one that only launches kernels, give
+            `replayed(run)`.
         num_results: how many results the returned function returns, by default all, as the op does.
             The others are for `save` only; in eager code, where autograd does not get them, each of
             them spares the host time.
@@ -68,7 +69,7 @@ def register_gradient(
             return tuple(x if x is None else _Last.apply(x, *sources) for x in found)
 
     op.register_autograd(Gradient.backward, setup_context=save)
-    run_eager = replayed(run or op._init_fn)
+    run_eager = run or op._init_fn
 
     def results(output: Any) -> Any:
         return output if num_results is None else output[:num_results]
@@ -101,7 +102,7 @@ def undispatched(op: Any, run: Callable[..., Any] | None = None) -> Callable[...
     On plain tensors in eager code it calls a Python function, `run` or else the op's own, which
     spares the host PyTorch's dispatch; whatever traces or watches ops sees the op.
     """
-    run_eager = replayed(run or op._init_fn)
+    run_eager = run or op._init_fn
 
     def call(*inputs: Any) -> Any:
         return run_eager(*inputs) if not in_transform() and _is_eager(inputs) else op(*inputs)

@@ -8,6 +8,7 @@ from torch import Tensor
 from mezzo_core.ops.gradients import register_gradient, undispatched
 from mezzo_core.ops.packed import check_borders
 from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.ops.replay import replayed
 from mezzo_core.ops.scan import reference
 
 
@@ -85,5 +86,7 @@ def _backward(ctx: Any, dout: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ..
     return da, dx, (None if saved.initial_state is None else dh0), None, None, None
 
 
-_call_bwd = undispatched(_linear_scan_bwd)
-differentiable_linear_scan = register_gradient(_linear_scan, _backward, _save)
+_call_bwd = undispatched(_linear_scan_bwd, replayed(_linear_scan_bwd._init_fn))
+differentiable_linear_scan = register_gradient(
+    _linear_scan, _backward, _save, run=replayed(_linear_scan._init_fn)
+)

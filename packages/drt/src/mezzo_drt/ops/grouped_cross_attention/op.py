@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from mezzo_core.ops.gradients import register_gradient
+from mezzo_core.ops.replay import replayed
 from torch import Tensor
 
 from mezzo_drt.ops.grouped_cross_attention.form import Form
@@ -97,4 +98,6 @@ def _backward(ctx: Any, dout: Tensor | None, *unused: Tensor | None) -> tuple[Te
     return dq, dk, dv, None, dweights, *(None,) * 6
 
 
-differentiable_attention = register_gradient(_attention, _backward, _save)
+differentiable_attention = register_gradient(
+    _attention, _backward, _save, run=replayed(_attention._init_fn)
+)

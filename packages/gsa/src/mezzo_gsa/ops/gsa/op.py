@@ -12,6 +12,7 @@ from mezzo_core.ops.ahead import compile_ahead
 from mezzo_core.ops.form import schema_of
 from mezzo_core.ops.gradients import register_gradient, undispatched
 from mezzo_core.ops.packed import check_borders
+from mezzo_core.ops.replay import replayed
 from torch import Tensor
 
 from mezzo_gsa.ops.chunking.by_token import by_token
@@ -183,7 +184,7 @@ gsa_bwd = torch.library.custom_op(
     f"{ARGUMENTS}) -> Tensor[]",
 )
 gsa_bwd.register_fake(_gsa_bwd_fake)
-_call_gsa_bwd = undispatched(gsa_bwd)
+_call_gsa_bwd = undispatched(gsa_bwd, replayed(_gsa_bwd))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
@@ -207,4 +208,4 @@ def _backward(
     return *grads, *first, None, *(None,) * len(ctx.form)
 
 
-differentiable_gsa = register_gradient(gsa, _backward, _save, run=_gsa, num_results=3)
+differentiable_gsa = register_gradient(gsa, _backward, _save, run=replayed(_gsa), num_results=3)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from mezzo_core.ops.form import schema_of
 from mezzo_core.ops.gradients import register_gradient, undispatched
+from mezzo_core.ops.replay import replayed
 from torch import Tensor
 
 from mezzo_rat.ops.rat_attention.arguments import Form, Pulled, Saved, SavedContinued
@@ -131,9 +132,9 @@ def _backward(ctx: Any, dy: Tensor | None, *unused: Tensor | None) -> tuple[Tens
     return dx, None if bias is None else dbias.sum(0).to(bias.dtype), *none
 
 
-_call_bwd = undispatched(rat_attention_bwd, _eager_bwd)
+_call_bwd = undispatched(rat_attention_bwd, replayed(_eager_bwd))
 differentiable_rat_attention = register_gradient(
-    rat_attention, _backward, _save, run=_eager_attention, num_results=1
+    rat_attention, _backward, _save, run=replayed(_eager_attention), num_results=1
 )
 
 
