@@ -94,14 +94,13 @@ def test_a_lost_process_ends_the_others_with_one_line(tiny, tmp_path, train_in_p
 def test_gradients_are_exchanged_once_after_the_last_micro_batch(
     tiny, answers_of_processes, shared
 ):
-    """Of one block, and of two where the two processes share each sequence."""
-    model = replace(tiny().model, mixers=tiny().model.mixers[:shared])
-    config = tiny(model=model, compile=True, activation_checkpointing=True, context_parallel=shared)
+    """Also where the two processes share each sequence."""
+    config = tiny(compile=True, activation_checkpointing=True, context_parallel=shared)
     answers, _ = answers_of_processes("exchange", config, "unused", size=2)
     for found in answers:
         assert max(part["error"] for part in found.values()) < 1e-6
         assert found["False"]["exchanges"] == [0, 1]
-        assert found["True"]["exchanges"] == [0, shared + 1]  # of each block, and of what is around
+        assert found["True"]["exchanges"] == [0, 3]  # of two blocks, and of what is around them
 
 
 def test_shares_must_be_whole(tiny):
