@@ -15,6 +15,7 @@ from mezzo_core.ops import replay  # noqa: E402
 from mezzo_core.ops.launch import launch  # noqa: E402
 from mezzo_core.ops.replay import replayed  # noqa: E402
 from mezzo_core.ops.scan import linear_scan  # noqa: E402
+from mezzo_core.ops.watched import thread  # noqa: E402
 from mezzo_core.testing.replays import assert_replayed, replays  # noqa: E402
 
 SOURCES = Path(__file__).parents[4].glob("packages/*/src/*/ops/**/*.py")
@@ -249,7 +250,7 @@ def test_large_calls_are_not_recorded(device, monkeypatch):
 
 def test_what_has_no_memory_to_be_watched_is_called_as_ever(device):
     def run(x):
-        if replay.thread.recorder:
+        if thread.recorder:
             raise torch.OutOfMemoryError
         return add(x, x, 1.0)
 

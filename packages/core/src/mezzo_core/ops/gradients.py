@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from mezzo_core.ops.checks import in_transform
-from mezzo_core.ops.replay import thread
+from mezzo_core.ops.watched import thread
 
 
 def register_gradient(

@@ -18,7 +18,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from mezzo_core.ops.replay import thread
+from mezzo_core.ops.watched import thread
 
 try:
     from triton.runtime.jit import native_specialize_impl as kind_of

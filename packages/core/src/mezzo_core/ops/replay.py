@@ -9,7 +9,6 @@ the strides of tensors, and all that is no tensor.
 A function that does more than to allocate, to view and to launch is called as ever.
 """
 
-import threading
 from collections.abc import Callable
 from copy import copy
 from typing import Any, NamedTuple
@@ -17,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from mezzo_core.ops.watched import thread
 
 MOST_BYTES = 2**28
 """Of the inputs and of the workspace. Larger calls do not wait for the host, and the workspace has
@@ -68,12 +69,6 @@ class Recording(NamedTuple):
     """Tensors that the function keeps itself, such as tables; kernels have their addresses."""
 
 
-class _Thread(threading.local):
-    recorder: "Recorder | None" = None
-
-
-thread = _Thread()
-"""Where a launch finds the recorder of its thread."""
 _SEEN, _PLAIN = object(), object()
 """Stand for the recording of a form that was seen once, and of one that cannot be repeated."""
 
