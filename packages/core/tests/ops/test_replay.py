@@ -73,7 +73,7 @@ def test_a_call_of_a_known_form_runs_nothing_but_its_kernels(device):
             assert counted.count == min(i + 1, 2)
     assert len(done) == 3
     assert len(done[0].calls) == 3
-    assert len(done[0].results) == 2
+    assert sum(each is not None for each in done[0].results) == 2
 
 
 @pytest.mark.parametrize("what", ["shape", "strides", "dtype", "number", "list", "None"])

@@ -59,10 +59,8 @@ class Recording(NamedTuple):
     calls: tuple[Call, ...]
     workspace: int
     """Bytes."""
-    results: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
-    """The shape, the strides and the dtype of each tensor that is made to be returned."""
-    returned: tuple[int | None, ...]
-    """The number of each returned tensor among `results`."""
+    results: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None, ...]
+    """The shape, the strides and the dtype of each tensor that is returned; None for None."""
     kind: type
     """What is returned: a tensor, a tuple or a list."""
     kept: tuple[Tensor, ...]
@@ -150,23 +148,21 @@ def _replay(recording: Recording, tensors: list[Tensor], stream: int) -> Any:
     """Do what was recorded, on other tensors."""
     from mezzo_core.ops.launch import call_kernel
 
-    calls, size, results, returned, kind, _ = recording
+    calls, size, results, kind, _ = recording
     device = tensors[0].device
     workspace = torch.empty(size, dtype=torch.uint8, device=device)
     made = [
-        torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        for shape, strides, dtype in results
+        None if each is None else torch.empty_strided(*each[:2], dtype=each[2], device=device)
+        for each in results
     ]
-    starts = [x.data_ptr() for x in (*tensors, workspace, *made)]
+    starts = [0 if x is None else x.data_ptr() for x in (*tensors, workspace, *made)]
     for kernel, grid, given, places in calls:
         arguments = [*given]
         for i, buffer, offset, described in places:
             place = starts[buffer] + offset
             arguments[i] = place if described is None else _described(described, place)
         call_kernel(kernel, grid, stream, arguments)
-    if kind is Tensor:
-        return made[0]
-    return kind([None if i is None else made[i] for i in returned])
+    return made[0] if kind is Tensor else kind(made)
 
 
 class _Base:
@@ -274,19 +270,17 @@ class Recorder(TorchDispatchMode):
             if start not in whole:
                 places[start] = (n, start - size)
                 size += -(-x.untyped_storage().nbytes() // APART) * APART
-        for i, x in enumerate(results):
-            if x.numel():
+        for i, x in enumerate(wanted):
+            if x is not None and x.numel():
                 places[_start(x)] = (n + 1 + i, x.data_ptr())
         if size > MOST_BYTES:
             return None
         kept: list[Tensor] = []
         calls = [_call(*each, places, kept) for each in self._launches]
-        numbers = iter(range(len(results)))
         return Recording(
             tuple(calls),
             size,
-            tuple((tuple(x.shape), x.stride(), x.dtype) for x in results),
-            tuple(None if x is None else next(numbers) for x in wanted),
+            tuple(None if x is None else (tuple(x.shape), x.stride(), x.dtype) for x in wanted),
             kind,
             tuple(kept),
         )
