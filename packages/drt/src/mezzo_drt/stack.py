@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mezzo_drt import state as states
 from mezzo_drt.encoder import ChunkEncoder, num_weights
-from mezzo_drt.layer import Residual
+from mezzo_drt.layer import Residual, UpperLayer
 from mezzo_drt.lower import LowerLayers
 from mezzo_drt.memory.chunks import Due, Memory
 from mezzo_drt.memory.device import DeviceStore
@@ -123,8 +123,11 @@ class DRT(AbstractStack):
         learned = "projected" if config.projections else "landmark"
         key = "mean" if config.retriever == "fixed" else learned
         self.encoder = ChunkEncoder(d_model, D, config.num_encoder_layers, hidden, key, eps)
-        upper = (attention, mlp, eps, config.residual, config.softmax1)
-        self.upper = UpperLayers(d_model, half, config.num_groups, *upper)
+        upper = (
+            UpperLayer(d_model, attention, mlp, eps, config.residual, config.softmax1)
+            for _ in range(half)
+        )
+        self.upper = UpperLayers(upper, config.num_groups)
         self.queries = Queries(
             d_model, config.num_groups, config.num_retrieved, eps,
             projections=config.projections, gumbel_noise=config.gumbel_noise,

@@ -1,15 +1,14 @@
 """The upper half: groups of layers, each of which reads what its first layer's input retrieves."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
-from mezzo_core.nn.attention import AttentionConfig, KVCache
-from mezzo_core.nn.mlp import MLPConfig
+from mezzo_core.nn.attention import KVCache
 from mezzo_core.ops.named import replaced
 from torch import Tensor, nn
 
-from mezzo_drt.layer import Residual, UpperLayer
+from mezzo_drt.layer import UpperLayer
 from mezzo_drt.memory.chunks import Due, Memory
 from mezzo_drt.memory.store import AbstractStore
 from mezzo_drt.ops.grouped_cross_attention import Readers, readers_of
@@ -22,23 +21,10 @@ from mezzo_drt.state import DRTState
 class UpperLayers(nn.ModuleList):
     """Layers, one after another, in groups that retrieve anew."""
 
-    def __init__(
-        self,
-        d_model: int,
-        num_layers: int,
-        num_groups: int,
-        attention: AttentionConfig,
-        mlp: MLPConfig,
-        norm_eps: float,
-        residual: Residual,
-        softmax1: bool,
-    ) -> None:
-        """Create the layers."""
-        super().__init__(
-            UpperLayer(d_model, attention, mlp, norm_eps, residual, softmax1)
-            for _ in range(num_layers)
-        )
-        self._group_size = num_layers // num_groups
+    def __init__(self, layers: Iterable[UpperLayer], num_groups: int) -> None:
+        """Take the layers, of which each group has as many."""
+        super().__init__(layers)
+        self._group_size = len(self) // num_groups
 
     @property
     def layers(self) -> Sequence[UpperLayer]:
