@@ -125,14 +125,23 @@ FULL = Sizes(
     stages={
         PASSKEY: (
             Stage(
-                PasskeyConfig(key_tokens=128), 512, batch_size=16, steps=2400, lr=1e-3, until=0.9
+                PasskeyConfig(key_tokens=128), 512, batch_size=16, steps=4800, lr=1e-3, until=0.9
             ),
-            Stage(PasskeyConfig(), seq_len=1024, batch_size=32, steps=3000, lr=1e-3, until=0.99),
+            Stage(PasskeyConfig(), seq_len=1024, batch_size=32, steps=6000, lr=1e-3, until=0.99),
             Stage(PasskeyConfig(), seq_len=4096, batch_size=32, steps=400, lr=1e-3),
             # In a long text a few odd chunks may fit the question better than the needle. The
             # retrieval learns from such a chunk only in a row that holds it, so many rows are long.
             Stage(PasskeyConfig(), seq_len=16384, batch_size=8, steps=800, lr=5e-4),
             LONG_ROWS,
+            # One answer a step is too few to copy every token of a key, so more rows have the end.
+            Stage(
+                PasskeyConfig(),
+                seq_len=16384,
+                batch_size=8,
+                steps=400,
+                lr=2e-4,
+                gumbel_noise=False,
+            ),
         ),
         TWO_HOP: (
             Stage(TWO_PATHS, seq_len=1024, batch_size=64, steps=800, lr=1e-3, until=0.99),
