@@ -94,6 +94,8 @@ def test_packed_sequences_do_not_see_each_other(mixer, layers):
     packed = model(tokens, position_ids=places, labels=tokens).logits
     apart = [model(part, use_cache=False).logits for part in tokens.split([4, 5], 1)]
     torch.testing.assert_close(packed, torch.cat(apart, 1))
+    for inner in (model.model(tokens, None, places), model.model(tokens, position_ids=places)):
+        torch.testing.assert_close(model.lm_head(inner[0]), packed)
     with pytest.raises(UserError, match="packed sequences take no cache"):
         model(tokens, position_ids=places, use_cache=True)
     with pytest.raises(UserError, match="packed sequences must be in one row, got 2 rows"):

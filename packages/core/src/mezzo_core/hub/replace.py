@@ -4,7 +4,9 @@ Importing this module registers the kinds of models that `replace_attention` mak
 for "llama"), so that `from_pretrained` reads what their `save_pretrained` wrote.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -63,7 +65,7 @@ class MixerAttention(nn.Module):
             attention_mask: what the model made of its mask: (B, 1, T, S), (B, S), or None.
             cache: the model's cache, in which the layer keeps its state.
             past_key_values: the older name of `cache`.
-            packed_borders: (S + 1,) of sequences packed in the one row, by `_prepared`.
+            packed_borders: (S + 1,) of sequences packed in the one row, by `_told_borders`.
 
         Raises:
             UserError: if the mask is of another kind, the cache is static or has other layers, or
@@ -143,6 +145,8 @@ def replace_attention(
         made = model_class(config)
     for name, part in model.named_children():
         setattr(made, name, part)
+    if not before:
+        _watch(made)
     place = next(model.parameters())
     for i in chosen:
         built = mixer.build(config.hidden_size)
@@ -154,6 +158,12 @@ def replace_attention(
 
 def _put(model: Any, layer: int, mixer: AbstractMixer) -> None:
     model.model.layers[layer].self_attn = MixerAttention(mixer, layer)
+
+
+def _watch(model: Any) -> None:
+    """Have the borders of packed sequences told to the layers, whoever calls the inner model."""
+    names = tuple(inspect.signature(model.model.forward).parameters)
+    model.model.register_forward_pre_hook(partial(_told_borders, names), with_kwargs=True)
 
 
 def _padding(mask: Any, x: Tensor) -> Padding | None:
@@ -181,7 +191,8 @@ def _with_mixers(kind: str, config: type, model: type) -> tuple[Any, Any]:
 
     def init(self: Any, config: PretrainedConfig) -> None:
         cast(Any, model).__init__(self, config)
-        self.register_forward_pre_hook(_prepared, with_kwargs=True)
+        self.register_forward_pre_hook(_allow_rollback, with_kwargs=True)
+        _watch(self)
         for i, mixer in _read_mixers(config.mezzo_mixers).items():
             built = mixer.build(config.hidden_size)
             init_weights(built, config.initializer_range)
@@ -208,23 +219,35 @@ def _with_mixers(kind: str, config: type, model: type) -> tuple[Any, Any]:
         "__module__": __name__,
     }
     model_class = cast(Any, type(f"Mezzo{model.__name__}", (model,), own))
+    for made in (config_class, model_class):  # where pickle looks for them
+        globals()[made.__name__] = made
     AutoConfig.register(_PREFIX + kind, config_class, exist_ok=True)
     AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
     return config_class, model_class
 
 
-def _prepared(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Prepare a call: room to go back, and the borders of packed sequences.
+def _allow_rollback(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Make room in the cache for assisted decoding.
 
-    Assisted decoding takes back the tokens whose logits it wants, all but one. As for transformers'
-    own attention, a row is packed if its `position_ids` begin anew, and there is no mask.
+    It takes back the tokens whose logits it wants, all but one.
     """
     wanted, cache = kwargs.get("logits_to_keep", 0), kwargs.get(CACHE)
     for layer in getattr(cache, "layers", ()):
         if isinstance(layer, MixerLayer) and layer.is_croppable and isinstance(wanted, int):
             layer.held.allow_rollback(wanted)
-    positions = kwargs.get("position_ids")
-    if positions is None or cache is not None or kwargs.get("attention_mask") is not None:
+
+
+def _told_borders(
+    names: Sequence[str], _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Add the borders of packed sequences to the arguments of a call.
+
+    As for transformers' own attention, a row is packed if its `position_ids` begin anew, and there
+    is no mask.
+    """
+    told = dict(zip(names, args, strict=False)) | kwargs
+    positions = told.get("position_ids")
+    if positions is None or any(told.get(name) is not None for name in (CACHE, "attention_mask")):
         return None
     begins = positions[:, 1:] != positions[:, :-1] + 1
     if not begins.any():
@@ -232,10 +255,11 @@ def _prepared(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if len(positions) > 1:
         raise UserError(f"packed sequences must be in one row, got {len(positions)} rows")
     T = positions.shape[1]
-    inner = begins[0].nonzero()[:, 0] + 1
-    borders = torch.cat([inner.new_zeros(1), inner, inner.new_full((1,), T)])
-    use_cache = kwargs.get("use_cache") or False
-    return args, {**kwargs, "use_cache": use_cache, "packed_borders": borders}
+    inside = begins[0].nonzero()[:, 0] + 1
+    borders = torch.cat([inside.new_zeros(1), inside, inside.new_full((1,), T)])
+    if told.get("use_cache") is None:
+        kwargs = {**kwargs, "use_cache": False}
+    return args, {**kwargs, "packed_borders": borders}
 
 
 _PREFIX = "mezzo_"
