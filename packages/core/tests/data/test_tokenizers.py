@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mezzo_core.data import StreamDecoder, load_tokenizer
+from mezzo_core.data import StreamDecoder, load_tokenizer, stop_texts
 from mezzo_core.errors import UserError
 
 KINDS = ("byte", "json", "gpt2", "later", "llama", "sentencepiece")
@@ -71,6 +71,18 @@ def test_a_continuation_keeps_the_space_after_its_prompt(names, kind):
     decoder = StreamDecoder(tokenizer, before)
     assert "".join(decoder.push(token) for token in tokens[len(before) :]) == rest
     assert decoder.flush() == ""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stop_text_may_begin_with_the_first_space(names, kind):
+    tokenizer = load_tokenizer(names[kind])
+    prompt = tokenizer.encode("It is")
+    new = tokenizer.encode("It is a truth")[len(prompt) :]
+    for text in (" a", "a tr", " a tr", "truth"):
+        stop = stop_texts(tokenizer, [text])
+        written = [tokenizer.decode([*prompt, *new[:i]])[len("It is") :] for i in range(len(new))]
+        assert [stop(new[:i]) for i in range(len(new))] == [text in each for each in written]
+        assert stop(new)
 
 
 def test_a_space_after_many_special_tokens_is_kept(names):
