@@ -53,16 +53,21 @@ def test_segments_give_what_whole_rows_give(model, segment_tokens):
     assert (found.accuracy, found.tokens) == (whole.accuracy, whole.tokens)
 
 
-def test_segments_leave_out_what_has_no_targets(model):
+@pytest.mark.parametrize(
+    ("segment_tokens", "pieces"), [(4, [(1, 4), (1, 4), (1, 1)]), (None, [(1, 9)])]
+)
+def test_what_has_no_targets_is_left_out(model, segment_tokens, pieces):
     """As a short text, which is one row of a batch, and ends in the middle of it."""
     (whole,) = (Batch(*(part.repeat(4, 2) for part in batch[:2])) for batch in list(batches())[:1])
     whole.targets[1:] = -100
     whole.targets[0, 9:] = -100
     read = []
     model.embed.register_forward_hook(lambda _, tokens, y: read.append(tokens[0].shape))
-    found = evaluate(model, [whole], segment_tokens=4)
-    assert read == [(1, 4), (1, 4), (1, 1)]
-    assert found.loss == pytest.approx(evaluate(model, [whole]).loss, rel=1e-6)
+    found = evaluate(model, [whole], segment_tokens=segment_tokens)
+    assert read == pieces
+    together = evaluate(model, [whole], segment_tokens=segment_tokens, add_up=lambda sums: None)
+    assert read[-1] == (pieces[-1] if segment_tokens else whole.tokens.shape), "all of one shape"
+    assert found.loss == pytest.approx(together.loss, rel=1e-6)
     assert found.tokens == 9
 
 

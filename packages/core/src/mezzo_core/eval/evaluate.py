@@ -68,7 +68,9 @@ def evaluate(
     if segment_tokens is not None and segment_tokens < 1:
         raise ValueError(f"segment_tokens must be at least 1, got {segment_tokens}")
     has_state = segment_tokens is not None
-    rows = (_split(batch, segment_tokens) for batch in batches)
+    # Processes that evaluate together run batches of one shape.
+    trims = has_state or (add_up is None and add_parts is None)
+    rows = (_split(batch, segment_tokens) if trims else [batch] for batch in batches)
     return _evaluate(model, rows, num_bytes, precision, add_up, add_parts, has_state=has_state)
 
 
@@ -99,21 +101,21 @@ def evaluate_segments(
 
 
 def _split(batch: Batch, segment_tokens: int | None) -> Iterator[Batch]:
-    """Yield a batch's segments; the whole batch if they have no length.
+    """Yield a batch's segments; if they have no length, it is one.
 
     Rows without targets, and what comes after the last target, are left out: in a short text they
     may be nearly all.
     """
-    if segment_tokens is None:
+    if batch.cu_seqlens is not None:
+        if segment_tokens is not None:
+            raise ValueError("segment_tokens is for rows, and these documents are packed")
         yield batch
         return
-    if batch.cu_seqlens is not None:
-        raise ValueError("segment_tokens is for rows, and these documents are packed")
     is_target = batch.targets != NO_TARGET
     rows, columns = is_target.any(1), is_target.any(0)
     length = int(columns.nonzero().max()) + 1 if columns.any() else 0
-    parts = (part[rows, :length].split(segment_tokens, 1) for part in (batch.tokens, batch.targets))
-    yield from map(Batch, *parts)
+    parts = (part[rows, :length] for part in (batch.tokens, batch.targets))
+    yield from map(Batch, *(part.split(segment_tokens or max(length, 1), 1) for part in parts))
 
 
 def _evaluate(
