@@ -19,6 +19,8 @@ from mezzo_core.nn.contract import AbstractSequenceModule
 from mezzo_core.nn.lm import LM
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_PART = 2**22
+"""Integers of a weight that are summed at a time."""
 
 
 def save_state(
@@ -125,11 +127,21 @@ def _describe(model: nn.Module) -> dict[str, str]:
         parts.append(f"{name} {type(part).__qualname__} {getattr(part, 'config', None)!r}")
     weights = []
     for name, weight in model.state_dict().items():
-        # A sum of integers: it is the same on every device, and needs no memory.
-        bits = weight.detach().view(_SAME_SIZE[weight.element_size()])
-        total = int(bits.sum(dtype=torch.int64))
-        weights.append(f"{name} {weight.dtype} {tuple(weight.shape)} {total}")
+        bits = weight.detach().view(_SAME_SIZE[weight.element_size()]).flatten()
+        weights.append(f"{name} {weight.dtype} {tuple(weight.shape)} {_fingerprint(bits)}")
     return {"modules": _digest(parts), "weights": _digest(weights)}
+
+
+def _fingerprint(integers: Tensor) -> int:
+    """Return a number that depends on the integers and on their order.
+
+    Sums and products of integers are exact modulo 2^64, so that it is the same on every device.
+    """
+    total, factor = 0, 0x9E3779B97F4A7C15  # odd, so that no product of it loses a bit
+    for part in integers.split(_PART):
+        places = torch.arange(1, 2 * len(part), 2, device=part.device)
+        total = (total * factor + int((part * places).sum())) % 2**64
+    return total
 
 
 def _digest(lines: list[str]) -> str:

@@ -44,11 +44,14 @@ def check_handled(module: AbstractSequenceModule, *, rtol: float = 1e-5, seed: i
 def check_saved(module: AbstractSequenceModule, *, seed: int = 0) -> None:
     """Assert that a saved and loaded state goes on as one that never was, to the bit.
 
-    Files that are damaged, and those of a model with another weight, must be refused in one line.
+    Files that are damaged, and those of a model with another weight, or with a weight's rows in
+    another order, must be refused in one line.
     """
-    other = deepcopy(module)
+    other, turned = deepcopy(module), deepcopy(module)
+    largest = max(turned.parameters(), key=Tensor.numel)
     with torch.no_grad():
         next(other.parameters()).flatten()[0].add_(1)
+        largest.copy_(largest.flip(0))
     with torch.no_grad(), TemporaryDirectory() as folder:
         path = Path(folder) / "state"
         for begin, go_on in ((_by_forward, _forwards), (_by_steps, _steps)):
@@ -58,7 +61,8 @@ def check_saved(module: AbstractSequenceModule, *, seed: int = 0) -> None:
             assert extra == {"tokens": [1, 2]}
             again = go_on(module, x, loaded)
             assert torch.equal(again, go_on(module, x, state)), "a loaded state goes on otherwise"
-        _assert_refused(other, path, "of a model with other weights")
+        for model in (other, turned):
+            _assert_refused(model, path, "of a model with other weights")
         content = path.read_bytes()
         for what, damaged in damages(content, random.Random(seed)):
             path.write_bytes(damaged)
