@@ -237,6 +237,15 @@ def test_the_scores_of_segments_add_up_to_the_whole_with_all_gradients(model, si
     )
 
 
+def test_padding_has_no_targets(model):
+    tokens, targets = torch.randint(37, (2, 3, 5))
+    lengths = torch.tensor([5, 2, 0])
+    score = model.score(tokens, targets, state=model.init_state(3), lengths=lengths)
+    rows = [model.score(tokens[i : i + 1, :n], targets[i : i + 1, :n]) for i, n in ((0, 5), (1, 2))]
+    torch.testing.assert_close(score.loss, sum(row.loss for row in rows))
+    assert score.targets == 7
+
+
 def test_hits_are_the_targets_of_largest_logit(model):
     tokens = torch.randint(37, (2, 9))
     best = model(tokens).logits.argmax(-1)

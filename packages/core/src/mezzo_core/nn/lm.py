@@ -277,7 +277,7 @@ class LM(nn.Module):
             targets: (B, T) int64, what is to be predicted at each token, or -100.
             cu_seqlens: as in `forward`.
             state: as in `forward`.
-            lengths: as in `forward`.
+            lengths: as in `forward`; padding has no targets, whatever `targets` says.
         """
         return self._score(tokens, targets, cu_seqlens, state, lengths)
 
@@ -299,6 +299,9 @@ class LM(nn.Module):
                 f"got {tuple(targets.shape)}"
             )
         x, state = self.stack(self.embed(tokens), state, cu_seqlens=cu_seqlens, lengths=lengths)
+        if lengths is not None:
+            is_padding = torch.arange(tokens.shape[1], device=tokens.device) >= lengths[:, None]
+            targets = targets.masked_fill(is_padding, NO_TARGET)
         if places is not None:
             _check_tensor("places", places)
             if places.ndim != 1 or places.dtype != torch.int64:
