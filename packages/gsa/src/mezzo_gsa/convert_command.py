@@ -43,8 +43,8 @@ def convert_command(
     from mezzo_gsa.convert.source import read_transformer
 
     transformer = read_transformer(source, tokenizer, has_rope=to in ROTATED)
-    if transformer.folder.resolve() == out.resolve():
-        raise UserError(f"--out must be another folder than the model's own, {out}")
+    if (out / "config.json").exists():
+        raise UserError(f"{out} has a model already: convert into another folder")
     check_writable(out, is_folder=True)
     config, weights = convert(transformer.config, transformer.weights, TARGETS[to], seed=seed)
     with torch.device("meta"):
