@@ -53,6 +53,16 @@ def test_what_a_graph_holds_looks_at_no_value(stack, monkeypatch):
 
 
 @torch.no_grad()
+def test_a_step_is_one_graph_of_torch_compile(stack):
+    state = stack.reserve(stack(torch.randn(3, 19, C), stack.init_state(3))[1], 2)
+    x, other = torch.randn(3, 1, C), stack.fork(state)
+    for each in (state, other):
+        stack.before_step(each)
+    compiled = torch.compile(stack.step, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x, other), stack.step(x, state))
+
+
+@torch.no_grad()
 def test_landmarks_run_as_they_are_told(stack):
     """Also if what they return is overwritten by the next, as that of a graph is."""
     works, results = [], []
