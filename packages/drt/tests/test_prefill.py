@@ -69,6 +69,21 @@ def test_the_last_output_and_all_that_follows_are_those_of_a_forward(form):
             assert_close(f"{num_tokens} tokens, {name}", whole, full[:, end - 1 :], rtol=1e-12)
 
 
+def test_padding_behind_rows_of_one_length_changes_nothing():
+    """Also where the last token has its landmark behind it, or ends the segment."""
+    stack = build(CONFIG)
+    for length in range(40, 40 + L + 1):
+        x, state = torch.randn(2, length + 3, C, dtype=torch.float64), stack.init_state(2)
+        with torch.no_grad(), counted(stack) as places:
+            last, after = stack.prefill(x[:, :length], state)
+            for T in (length, length + 3):
+                lengths = torch.full((2,), length)
+                padded = stack.prefill(x[:, :T], state, lengths=lengths)
+                assert torch.equal(padded[0], last)
+                assert all(map(torch.equal, tree_leaves(padded[1]), tree_leaves(after)))
+        assert len(set(places)) == 1 and places[0] < length
+
+
 def test_prompts_may_be_read_in_segments_of_any_size():
     stack = build(CONFIG)
     x = torch.randn(1, 150, C, dtype=torch.float64)

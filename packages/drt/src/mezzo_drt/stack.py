@@ -157,7 +157,9 @@ class DRT(AbstractStack):
         only: what is retrieved is made of the lower layers' outputs, and upper layers see windows.
         """
         y, after = self._run(x, state, None, lengths, last_only=True)
-        return last_real(y, lengths), cast(DRTState, after)
+        if y.shape[1] > 1:  # all layers ran over all places
+            y = last_real(y, lengths)
+        return y, cast(DRTState, after)
 
     def _run(
         self,
@@ -204,7 +206,8 @@ class DRT(AbstractStack):
             late = (h[:, -places.num_places :], [*empty], encoded, places, *reading)
             h, upper, reads = self.upper(*late, memory)
             upper = [states.moved_on(cache, continued.place_of(first)) for cache in upper]
-            y = take(h, cast(Tensor, places.tokens)[:, -1:])
+            tokens = cast(Tensor, places.tokens)[..., None]
+            y = take(h, last_real(tokens, lengths)[..., 0])
         every = (*caches, *upper)
         after = states.next_state(every, chunks, memory, state.fetched, reads, continued, first)
         return y, replaced(after, fetched=self._store.fetch(memory, after.indices, state.fetched))
