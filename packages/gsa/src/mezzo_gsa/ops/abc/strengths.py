@@ -3,6 +3,7 @@
 from typing import Any, Literal, get_args
 
 import torch
+from mezzo_core.ops.scan import linear_scan
 from mezzo_core.positions import sequence_ids, sequence_positions
 from torch import Tensor
 from torch.nn import functional as F
@@ -58,7 +59,17 @@ def running_lse(
     """
     if cu_seqlens is not None:
         return _packed_lse(s, z0, cu_seqlens)
-    z = torch.logaddexp(z0[:, None], torch.logcumsumexp(s, dim=1))
+    # A sum of exp(s - top), where top is the largest score so far: no factor is above 1. The
+    # gradient of torch.logcumsumexp takes differences of logarithms, which loses its digits where
+    # scores are large.
+    scores = torch.cat([z0[:, None], s], dim=1)
+    top = scores.detach().cummax(1).values.clamp(min=torch.finfo(s.dtype).min)
+    terms = torch.exp(scores - top)
+    sums = linear_scan(
+        torch.exp(top[:, :-1] - top[:, 1:]), terms[:, 1:], initial_state=terms[:, 0]
+    ).out
+    some = sums > 0
+    z = torch.where(some, top[:, 1:] + sums.where(some, 1.0).log(), float("-inf"))
     borders = torch.cat([z0[:, None], z], dim=1)
     return borders[:, : z.shape[1]], z, borders[:, -1]
 
