@@ -41,6 +41,13 @@ def test_as_many_beams_as_continuations_find_the_best_of_all(model):
         assert [beam.score for beam in beams] == pytest.approx(sorted(every.values())[::-1])
 
 
+@pytest.mark.parametrize("wrong", [[3], range(5)])
+def test_outputs_that_are_no_numbers_are_refused(model, wrong):
+    model.embed.weight.data[list(wrong)] = float("nan")
+    with pytest.raises(ValueError, match="the model's outputs are no numbers"):
+        beam_search(model, [[1, 2]], num_beams=2, max_new_tokens=3)
+
+
 def test_one_beam_is_greedy(model):
     prompts = [[1, 2, 3], [4], [0, 0]]
     found = beam_search(model, prompts, num_beams=1, max_new_tokens=7)

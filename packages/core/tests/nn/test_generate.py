@@ -355,6 +355,9 @@ def test_a_model_of_no_numbers_says_so_at_the_step_that_shows_it(config):
     assert [next(steps)[0], next(steps)[0]] == tokens[:2]
     with pytest.raises(ValueError, match="the model's outputs are no numbers"):
         next(steps)
+    # A row that has ended is asked for nothing.
+    ended = generate(model, [[1, 2], [3]], max_new_tokens=6, stop_tokens=[tokens[1]])
+    assert (ended[0], len(ended[1])) == (tokens[:1], 6)
 
 
 def test_a_temperature_too_small_to_divide_by_takes_the_likeliest():

@@ -19,14 +19,15 @@ def stop_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> Callable[[Sequence
     if isinstance(texts, str) or not texts or not all(texts):
         raise ValueError(f"a text to stop at must have at least one character, got {texts!r}")
     longest = max(len(text.encode()) for text in texts) + _SILENT
-    # SentencePiece drops the space before a text's first word, so something stands before it.
-    before = tokenizer.encode("a")
-    spared = len(tokenizer.decode(before))
+    # SentencePiece drops the space before a text's first word, so another word stands before it.
+    every = ([token] for token in range(tokenizer.vocab_size))
+    before = next((word for word in every if tokenizer.decode(word).isalnum()), [])
+    left_out = len(tokenizer.decode(before))
 
     def stop(tokens: Sequence[int]) -> bool:
         # Each token has a byte at least, so that no more of them can hold the end of a text.
         newest = [token for token in tokens[-longest:] if token < tokenizer.vocab_size]
-        written = tokenizer.decode([*before, *newest])[spared:]
+        written = tokenizer.decode([*before, *newest])[left_out:]
         return any(text in written for text in texts)
 
     return stop

@@ -63,7 +63,7 @@ def beam_search(
         live = [[Beam([], 0.0)] for _ in prompts]
         done: list[list[Beam]] = [[] for _ in prompts]
         for _ in range(max_new_tokens):
-            if not logits.isfinite().any(-1).all():
+            if not logits.amax(-1).isfinite().all():
                 raise ValueError(NO_NUMBERS)
             scores = logits.double().log_softmax(-1)
             rows: list[int] = []

@@ -24,12 +24,14 @@ class Ends:
         """Take the next token of a row; return it, or None if the row has ended.
 
         Raises:
-            ValueError: if it is `NO_TOKEN`.
+            ValueError: if a row that goes on gets `NO_TOKEN`.
         """
+        if not self.running[row]:
+            return None
         if token == NO_TOKEN:
             raise ValueError(NO_NUMBERS)
-        self.running[row] = self.running[row] and token not in self.stop_tokens
-        if not self.running[row]:
+        if token in self.stop_tokens:
+            self.running[row] = False
             return None
         self.tokens[row].append(token)
         if self.stop is not None:

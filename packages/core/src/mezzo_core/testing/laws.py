@@ -39,7 +39,7 @@ def check_segments(
 ) -> None:
     """Assert that full forward == the given segments == one token at a time; states stay intact.
 
-    And so it is where the first half of the tokens is read by `prefill`.
+    And so it is where the first half of the tokens is read by `prefill`, with padding behind them.
 
     Args:
         module: the module under test.
@@ -64,8 +64,8 @@ def check_segments(
         for lengths in every:
             assert_close(f"segments {lengths}", _run(module, x, lengths), full, rtol=rtol)
         assert_close("step by step", _run(module, x, [1] * num_tokens), full, rtol=rtol)
-        half = (num_tokens + 1) // 2
-        last, state = module.prefill(x[:, :half], module.init_state(batch))
+        half, begun = (num_tokens + 1) // 2, module.init_state(batch)
+        last, state = module.prefill(x[:, : half + 2], begun, lengths=torch.full((batch,), half))
         found = torch.cat([last, module(x[:, half:], state)[0]], 1)
         assert_close("from a prefill on", found, full[:, half - 1 :], rtol=rtol)
 
