@@ -81,7 +81,8 @@ def test_padding_behind_rows_of_one_length_changes_nothing():
                 padded = stack.prefill(x[:, :T], state, lengths=lengths)
                 assert torch.equal(padded[0], last)
                 assert all(map(torch.equal, tree_leaves(padded[1]), tree_leaves(after)))
-        assert len(set(places)) == 1 and places[0] < length
+        assert len(set(places)) == 1
+        assert places[0] < length
 
 
 def test_prompts_may_be_read_in_segments_of_any_size():
