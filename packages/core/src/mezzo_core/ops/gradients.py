@@ -40,7 +40,7 @@ def register_gradient(
         save: takes (ctx, inputs, output) and stores on ctx the values that `backward` needs.
         run: the Python function for eager code, by default the op's own. It may return None where
             an op has to return an empty tensor. Of one that only launches kernels, give
-            `replayed(run)`.
+            `replayed(function_of(op))`.
         num_results: how many results the returned function returns, by default all, as the op does.
             The others are for `save` only; in eager code, where autograd does not get them, each of
             them spares the host time.
@@ -69,7 +69,7 @@ def register_gradient(
             return tuple(x if x is None else _Last.apply(x, *sources) for x in found)
 
     op.register_autograd(Gradient.backward, setup_context=save)
-    run_eager = run or op._init_fn
+    run_eager = run or function_of(op)
 
     def results(output: Any) -> Any:
         return output if num_results is None else output[:num_results]
@@ -96,13 +96,18 @@ def register_gradient(
     return call
 
 
+def function_of(op: Any) -> Callable[..., Any]:
+    """Return the Python function of an op from `torch.library.custom_op`."""
+    return op._init_fn  # torch has no public name for it
+
+
 def undispatched(op: Any, run: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """Return a function that calls an op without a gradient, as a backward does.
 
     On plain tensors in eager code it calls a Python function, `run` or else the op's own, which
     spares the host PyTorch's dispatch; whatever traces or watches ops sees the op.
     """
-    run_eager = run or op._init_fn
+    run_eager = run or function_of(op)
 
     def call(*inputs: Any) -> Any:
         return run_eager(*inputs) if not in_transform() and _is_eager(inputs) else op(*inputs)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mezzo_core.ops.gradients import register_gradient, undispatched
+from mezzo_core.ops.gradients import function_of, register_gradient, undispatched
 from mezzo_core.ops.packed import check_borders
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.ops.replay import replayed
@@ -86,7 +86,7 @@ def _backward(ctx: Any, dout: Tensor, dfinal: Tensor) -> tuple[Tensor | None, ..
     return da, dx, (None if saved.initial_state is None else dh0), None, None, None
 
 
-_call_bwd = undispatched(_linear_scan_bwd, replayed(_linear_scan_bwd._init_fn))
+_call_bwd = undispatched(_linear_scan_bwd, replayed(function_of(_linear_scan_bwd)))
 differentiable_linear_scan = register_gradient(
-    _linear_scan, _backward, _save, run=replayed(_linear_scan._init_fn)
+    _linear_scan, _backward, _save, run=replayed(function_of(_linear_scan))
 )

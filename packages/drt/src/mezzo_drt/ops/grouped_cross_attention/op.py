@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from mezzo_core.ops.gradients import register_gradient
+from mezzo_core.ops.gradients import function_of, register_gradient
 from mezzo_core.ops.replay import replayed
 from torch import Tensor
 
@@ -99,5 +99,5 @@ def _backward(ctx: Any, dout: Tensor | None, *unused: Tensor | None) -> tuple[Te
 
 
 differentiable_attention = register_gradient(
-    _attention, _backward, _save, run=replayed(_attention._init_fn)
+    _attention, _backward, _save, run=replayed(function_of(_attention))
 )

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from mezzo_core.ops.gradients import register_gradient, undispatched
+from mezzo_core.ops.gradients import function_of, register_gradient, undispatched
 from mezzo_core.ops.packed import check_borders
 from mezzo_core.ops.replay import replayed
 from torch import Tensor
@@ -97,7 +97,7 @@ def _(
     return dq, dk, dv, dg, _fake_state(k, v, cu_seqlens)
 
 
-_call_gla_bwd = undispatched(gla_bwd, replayed(gla_bwd._init_fn))
+_call_gla_bwd = undispatched(gla_bwd, replayed(function_of(gla_bwd)))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -116,7 +116,7 @@ def _backward(ctx: Any, dout: Tensor | None, dfinal: Tensor | None) -> tuple[Ten
     return (*grads, None if initial_state is None else dinitial, None, None)
 
 
-differentiable_gla = register_gradient(gla, _backward, _save, run=replayed(gla._init_fn))
+differentiable_gla = register_gradient(gla, _backward, _save, run=replayed(function_of(gla)))
 
 
 def _place(q: Tensor, cu_seqlens: Tensor | None) -> Chunks:
