@@ -1,6 +1,7 @@
 """Several processes train the model that one would, and read each other's checkpoints."""
 
 import math
+import os
 import signal
 from dataclasses import replace
 from types import SimpleNamespace
@@ -56,9 +57,11 @@ def test_packed_documents_and_micro_batches_are_shared_by_sharded_models_too(
     data = tiny().data.__class__(source=str(corpus), mask_documents=True)
     config = tiny(data=data, micro_batch_size=1, steps=3, shard=True)
     train(config, tmp_path / "one", quiet=True)
-    ended = train_in_processes(config, tmp_path / "two", size=2)
+    twice = [tmp_path / "two", tmp_path / "again"]
+    ended = train_in_processes(config, os.pathsep.join(map(str, twice)), size=2)
     assert [code for code, _ in ended] == [0, 0], ended
-    assert_same_run(rows_of(tmp_path / "two"), rows_of(tmp_path / "one"))
+    for out in twice:
+        assert_same_run(rows_of(out), rows_of(tmp_path / "one"))
 
 
 @pytest.mark.slow

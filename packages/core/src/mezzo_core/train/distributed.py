@@ -5,16 +5,19 @@ in this file communicates. One process does not import FSDP and DTensor either, 
 import.
 """
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.rendezvous import rendezvous
 
 from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _GLOO_SECONDS = 0.3
+_groups = itertools.count()
 
 Result = TypeVar("Result")
 
@@ -155,6 +159,19 @@ def _whole_number(name: str, least: int, most: int | None) -> int:
     )
 
 
+@cache
+def _meet() -> tuple[dist.Store, int, int]:
+    """Meet the other processes, once in each: what they write there stays."""
+    return next(rendezvous("env://"))
+
+
+def _join(backend: str) -> None:
+    """Make a group of all processes, for which no earlier group of theirs has left a key."""
+    store, rank, size = _meet()
+    own = dist.PrefixStore(f"mezzo_{next(_groups)}", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=size)
+
+
 @contextmanager
 def join_world(device: str | torch.device | None = None, context: int = 1) -> Iterator[World]:
     """Join the processes that torchrun started (NCCL on GPUs, gloo on CPUs), and leave at the end.
@@ -183,7 +200,7 @@ def join_world(device: str | torch.device | None = None, context: int = 1) -> It
     joined = not dist.is_initialized()
     if joined:
         try:
-            dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+            _join("nccl" if chosen.type == "cuda" else "gloo")
         except (ValueError, RuntimeError, OSError) as error:
             raise UserError(
                 f"process {rank} cannot reach the {size - 1} others ({first_line(error)}): "

@@ -1,4 +1,7 @@
-"""Train by a configuration's JSON: CONFIG OUT [STOP_AFTER [RANK]]; stops as a killed process."""
+"""Train by a configuration's JSON: CONFIG OUT [STOP_AFTER [RANK]]; stops as a killed process.
+
+OUT may be several folders, joined as those of PATH: then it trains as often.
+"""
 
 import json
 import os
@@ -21,7 +24,8 @@ def die(row):
 
 
 try:
-    train(config, Path(sys.argv[2]), on_step=die, quiet=True)
+    for out in sys.argv[2].split(os.pathsep):
+        train(config, Path(out), on_step=die, quiet=True)
 except UserError as error:
     sys.stderr.write(f"UserError: {error}\n")
     sys.exit(2)
