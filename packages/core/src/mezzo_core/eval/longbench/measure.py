@@ -1,7 +1,7 @@
 """Measures a model on questions of LongBench, which are in a file."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -127,7 +127,7 @@ def measure_longbench(
         [[*tokenizer.begin_tokens, *tokens] for tokens in cut],
         max_new_tokens=task.max_new_tokens,
         stop_tokens=[token for token in tokenizer.stop_tokens if token < model.vocab_size],
-        stop=stop_texts(tokenizer, ["\n"]) if questions[0].dataset == "samsum" else None,
+        stop=_after_a_line(tokenizer) if questions[0].dataset == "samsum" else None,
         prefill_tokens=segment_tokens,
         num_rows=batch_size,
         repetition_penalty=repetition_penalty,
@@ -138,6 +138,12 @@ def measure_longbench(
     ]
     truncated = sum(len(tokens) > room for tokens in whole)
     return Found(100 * sum(scores) / len(scores), length, len(scores), truncated)
+
+
+def _after_a_line(tokenizer: Tokenizer) -> Callable[[Sequence[int]], bool]:
+    """Return what ends an answer at the end of its first line, which is not empty."""
+    ends = stop_texts(tokenizer, ["\n"])
+    return lambda tokens: ends(tokens) and tokenizer.decode(tokens).strip("\n") != ""
 
 
 def _score(task: Task, written: str, question: Question) -> float:
