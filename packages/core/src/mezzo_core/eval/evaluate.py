@@ -104,7 +104,8 @@ def _split(batch: Batch, segment_tokens: int | None) -> Iterator[Batch]:
     """Yield a batch's segments; if they have no length, it is one.
 
     Rows without targets, and what comes after the last target, are left out: in a short text they
-    may be nearly all.
+    may be nearly all. Of a batch in one piece they are not if they are less than half of it: then
+    the result is that of a training to the bit.
     """
     if batch.cu_seqlens is not None:
         if segment_tokens is not None:
@@ -114,6 +115,9 @@ def _split(batch: Batch, segment_tokens: int | None) -> Iterator[Batch]:
     is_target = batch.targets != NO_TARGET
     rows, columns = is_target.any(1), is_target.any(0)
     length = int(columns.nonzero().max()) + 1 if columns.any() else 0
+    if segment_tokens is None and 2 * int(rows.sum()) * length > is_target.numel():
+        yield batch
+        return
     parts = (part[rows, :length] for part in (batch.tokens, batch.targets))
     yield from map(Batch, *(part.split(segment_tokens or max(length, 1), 1) for part in parts))
 

@@ -48,10 +48,11 @@ def check_saved(module: AbstractSequenceModule, *, seed: int = 0) -> None:
     another order, must be refused in one line.
     """
     other, turned = deepcopy(module), deepcopy(module)
-    largest = max(turned.parameters(), key=Tensor.numel)
     with torch.no_grad():
         next(other.parameters()).flatten()[0].add_(1)
-        largest.copy_(largest.flip(0))
+        for weight in turned.parameters():
+            weight.copy_(weight.flip(0))
+    has_rows = not all(map(torch.equal, turned.parameters(), module.parameters()))
     with torch.no_grad(), TemporaryDirectory() as folder:
         path = Path(folder) / "state"
         for begin, go_on in ((_by_forward, _forwards), (_by_steps, _steps)):
@@ -61,7 +62,7 @@ def check_saved(module: AbstractSequenceModule, *, seed: int = 0) -> None:
             assert extra == {"tokens": [1, 2]}
             again = go_on(module, x, loaded)
             assert torch.equal(again, go_on(module, x, state)), "a loaded state goes on otherwise"
-        for model in (other, turned):
+        for model in (other, turned) if has_rows else (other,):
             _assert_refused(model, path, "of a model with other weights")
         content = path.read_bytes()
         for what, damaged in damages(content, random.Random(seed)):
