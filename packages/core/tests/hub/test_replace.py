@@ -1,5 +1,6 @@
 """A mixer inside models of transformers: what it writes with a cache is what it writes without."""
 
+import pickle
 from copy import deepcopy
 
 import pytest
@@ -90,6 +91,7 @@ def test_with_a_cache_padding_and_beams_it_writes_what_it_does_without(kind, lay
 def test_packed_sequences_do_not_see_each_other(mixer, layers):
     """As `DataCollatorWithFlattening` packs them: places begin anew."""
     model, tokens = replace_attention(original(), mixer, layers), torch.randint(31, (1, 9))
+    model = pickle.loads(pickle.dumps(model))
     places = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
     packed = model(tokens, position_ids=places, labels=tokens).logits
     apart = [model(part, use_cache=False).logits for part in tokens.split([4, 5], 1)]
