@@ -133,7 +133,7 @@ FULL = Sizes(
             # retrieval learns from such a chunk only in a row that holds it, so many rows are long.
             Stage(PasskeyConfig(), seq_len=16384, batch_size=8, steps=800, lr=5e-4),
             LONG_ROWS,
-            # One answer a step is too few to copy every token of a key, so more rows have the end.
+            # Long rows have one answer a step. At the end keys are learned from eight a step again.
             Stage(
                 PasskeyConfig(),
                 seq_len=16384,

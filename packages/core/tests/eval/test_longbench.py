@@ -8,6 +8,7 @@ from mezzo_core import cli
 from mezzo_core.data.tokenizers import ByteTokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.eval.longbench import TASKS, measure_longbench, read_questions
+from mezzo_core.eval.longbench.measure import Question
 from mezzo_core.eval.longbench.scores import SCORES
 from mezzo_core.nn import AttentionConfig, LMConfig, generate
 from mezzo_core.nn.checkpoint import save_model
@@ -66,6 +67,24 @@ def test_an_answer_is_greedy_after_the_first_and_the_last_half(model, tmp_path):
     assert found == (pytest.approx(50 + 50 * other), length, 2, 2)
     with pytest.raises(UserError, match="hotpotqa needs a length above 33"):
         measure_longbench(model, ByteTokenizer(), [question], length=33)
+
+
+@pytest.mark.parametrize(
+    ("written", "ends"), [(b"", 0), (b"\n", 0), (b"a b", 0), (b"\n\na", 0), (b"\na\n", 1)]
+)
+def test_a_summary_of_a_chat_ends_with_its_first_line_that_is_not_empty(
+    model, monkeypatch, written, ends
+):
+    told = {}
+
+    def generated(_, prompts, **options):
+        told.update(options)
+        return [[*b"x"] for _ in prompts]
+
+    monkeypatch.setattr("mezzo_core.eval.longbench.measure.generate", generated)
+    question = Question("samsum", "x", "y", ["answer"], None)
+    measure_longbench(model, ByteTokenizer(), [question], length=2000)
+    assert told["stop"]([*written]) == bool(ends)
 
 
 def test_a_command_measures_each_task_of_a_file(model, tmp_path, capsys):

@@ -54,8 +54,8 @@ def evaluate(
         batches: tokens and targets on any device; targets of -100 are ignored.
         num_bytes: UTF-8 bytes of the targets' text, for `bits_per_byte`.
         segment_tokens: run this many tokens of every row at a time, and pass the state on. The
-            result is the same, and memory stays bounded for rows of any length. None runs whole
-            rows.
+            result is the same, and memory stays bounded for rows of any length. None runs rows
+            in one piece.
         precision: "fp32", "bf16" (autocast), or "auto", which is "bf16" on a GPU.
         add_up: sums a tensor over all processes, in place, if each evaluates its own batches.
         add_parts: sums a tensor over the processes that share this one's rows, in place, if each

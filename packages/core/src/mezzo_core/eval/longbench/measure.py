@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mezzo_core.data.corpora import parse_record, read_lines
-from mezzo_core.data.stop_texts import stop_texts
 from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.errors import UserError, nearest
 from mezzo_core.eval.longbench.scores import SCORES
@@ -141,9 +140,8 @@ def measure_longbench(
 
 
 def _after_a_line(tokenizer: Tokenizer) -> Callable[[Sequence[int]], bool]:
-    """Return what ends an answer at the end of its first line, which is not empty."""
-    ends = stop_texts(tokenizer, ["\n"])
-    return lambda tokens: ends(tokens) and tokenizer.decode(tokens).strip("\n") != ""
+    """Return what ends an answer at the end of its first line that is not empty."""
+    return lambda tokens: "\n" in tokenizer.decode(tokens).lstrip("\n")
 
 
 def _score(task: Task, written: str, question: Question) -> float:
