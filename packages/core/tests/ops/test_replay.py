@@ -1,7 +1,9 @@
 """Calls that repeat launches: which do, that they equal others, and what they never do."""
 
+import gc
 import re
 import threading
+import weakref
 from pathlib import Path
 from unittest import mock
 
@@ -16,7 +18,7 @@ from mezzo_core.ops.launch import launch  # noqa: E402
 from mezzo_core.ops.replay import replayed  # noqa: E402
 from mezzo_core.ops.scan import linear_scan  # noqa: E402
 from mezzo_core.ops.watched import thread  # noqa: E402
-from mezzo_core.testing.replays import assert_replayed, replays  # noqa: E402
+from mezzo_core.testing.replays import assert_replayed, held, replays  # noqa: E402
 
 SOURCES = Path(__file__).parents[4].glob("packages/*/src/*/ops/**/*.py")
 
@@ -74,6 +76,24 @@ def test_a_call_of_a_known_form_runs_nothing_but_its_kernels(device):
     assert len(done) == 3
     assert len(done[0].calls) == 3
     assert sum(each is not None for each in done[0].results) == 2
+
+
+def test_a_recording_keeps_no_memory_of_its_call(device):
+    made = []
+
+    def run(x):
+        between = add(x, x, 1.0)
+        made.append(weakref.ref(between.untyped_storage()))
+        return add(between, x, 1.0)
+
+    with replays() as done:
+        call = replayed(run)
+        for _ in range(3):
+            call(numbers(16, device=device))
+    gc.collect()
+    assert len(done) == 1
+    assert not held(done[0])
+    assert [each() for each in made] == [None, None]
 
 
 @pytest.mark.parametrize("what", ["shape", "strides", "dtype", "number", "list", "None"])

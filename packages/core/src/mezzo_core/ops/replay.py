@@ -46,7 +46,7 @@ class Call(NamedTuple):
     """Triton's `CompiledKernel`."""
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
-    """Also the constants; those that are tensors are replaced by addresses."""
+    """Also the constants; those that `places` tells are None."""
     places: tuple[tuple[int, int, int, Any], ...]
     """Of each tensor: which argument it is, in which buffer it lies, how many bytes from its start,
     and, if the argument is Triton's descriptor of it, that one. The buffers are the inputs, the
@@ -160,7 +160,7 @@ def _replay(recording: Recording, tensors: list[Tensor], stream: int) -> Any:
         arguments = [*given]
         for i, buffer, offset, described in places:
             place = starts[buffer] + offset
-            arguments[i] = place if described is None else _described(described, place)
+            arguments[i] = place if described is None else _at_base(described, _Base(place))
         call_kernel(kernel, grid, stream, arguments)
     return made[0] if kind is Tensor else kind(made)
 
@@ -175,10 +175,10 @@ class _Base:
         return self._address
 
 
-def _described(descriptor: Any, address: int) -> Any:
-    """Return a descriptor of what lies at another address."""
+def _at_base(descriptor: Any, base: _Base | None) -> Any:
+    """Return a descriptor of what lies elsewhere; None if that is not known yet."""
     found = copy(descriptor)
-    found.base = _Base(address)
+    found.base = base
     return found
 
 
@@ -301,8 +301,10 @@ def _call(
         if x is None:
             continue
         place = places.get(_start(x)) if x.numel() else None
-        if place is not None:
+        if place is not None:  # without the tensor, whose memory would stay as long as the form
+            described = None if described is None else _at_base(described, None)
             found.append((i, place[0], x.data_ptr() - place[1], described))
+            given[i] = None
         else:
             kept.extend([x] if x.numel() else [])
             given[i] = x.data_ptr() if described is None else described

@@ -43,8 +43,18 @@ def assert_replayed(op: Callable[..., Tensor], draw: Draw, *, times: int = 2) ->
             found = _results(op, inputs)
         if i > 1:
             assert len(done) == times, f"{len(done)} functions were repeated, not {times}"
+            assert not any(map(held, done)), "a recording keeps memory of the call it was made of"
         for name, x in expected.items():
             assert torch.equal(found[name], x), name
+
+
+def held(recording: replay.Recording) -> list[Tensor]:
+    """Return the tensors that a recording keeps, but for those that its function keeps anyway."""
+    parts = [x for call in recording.calls for x in call.arguments]
+    parts += [descriptor for call in recording.calls for *_, descriptor in call.places]
+    found = [getattr(x, "base", x) for x in parts]
+    known = {id(x) for x in recording.kept}
+    return [x for x in found if isinstance(x, Tensor) and id(x) not in known]
 
 
 def _results(op: Callable[..., Tensor], inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
