@@ -6,7 +6,9 @@ from functools import cache
 import pytest
 import torch
 from mezzo_core.config_json import from_json, to_json
-from mezzo_core.train.build import refused_later
+from mezzo_core.errors import UserError
+from mezzo_core.train.build import build_model, refused_later
+from mezzo_core.train.distributed import World
 from mezzo_core.train.optim import build_optimizer
 from mezzo_recurrent_transformer import RecurrentBlock, TransformerBlock
 from mezzo_recurrent_transformer.recipes import RECIPES, SIZES
@@ -139,3 +141,9 @@ def test_what_generate_will_refuse_is_known_before_the_training(name):
         if name.endswith("b8")
         else []
     )
+
+
+def test_layers_that_keep_no_state_share_no_sequence():
+    world = World(torch.device("cpu"), 0, 2, context=2)
+    with pytest.raises(UserError, match="context_parallel passes states on, but a layer of block_"):
+        build_model(RECIPES["tiny_recurrent_b8"](), world)

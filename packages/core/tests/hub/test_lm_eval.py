@@ -51,6 +51,7 @@ def questions():
         context = " ".join(generator.choices(WORDS, k=3 + 4 * i))
         pairs += [(context, f" {word}") for word in generator.sample(WORDS, 4 + i % 2)]
     pairs += [("", "river"), ("", "stone light"), ("ends in a space ", "light"), ("x", "y")]
+    pairs += [(" ", "river"), (" ", "stone light")]
     pairs += [("river stone light garden", " winter"), ("river stone light garden", " stone")]
     generator.shuffle(pairs)
     return pairs
@@ -135,6 +136,14 @@ def test_generation_stops_at_its_strings_in_every_row(lm):
     assert found[:4] == [text.partition("\n")[0].partition("ver")[0] for text in texts]
     assert found[4] == texts[0][:7]
     assert any("ver" in text for text in texts)
+    drawn, same, hot = (
+        model.generate_until(
+            asked("generate_until", ("river", {"do_sample": True, "max_gen_toks": 40, **more})),
+            disable_tqdm=True,
+        )
+        for more in ({}, {"temperature": 1.0}, {"temperature": 9.0})
+    )
+    assert drawn == same != hot
 
 
 @pytest.fixture(scope="module")

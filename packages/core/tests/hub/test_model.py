@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, cpu_offload
 from mezzo_core.errors import UserError
 from mezzo_core.hub import MezzoCache, MezzoConfig, MezzoForCausalLM
 from mezzo_core.nn import AttentionConfig, LMConfig, generate
@@ -109,6 +109,17 @@ def test_an_adapter_is_saved_and_loaded(model, tmp_path):
     loaded = PeftModel.from_pretrained(built(), tmp_path)
     assert torch.equal(loaded(TOKENS).logits, adapted(TOKENS).logits)
     assert not torch.equal(loaded(TOKENS).logits, built()(TOKENS).logits)
+
+
+def test_an_adapter_of_a_head_that_shares_the_embeddings_weight_is_loaded(model, tmp_path):
+    adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", target_modules=["head"]))
+    torch.nn.init.normal_(adapted.base_model.model.lm.head.lora_B["default"].weight)
+    adapted.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(built(), tmp_path).double()
+    logits = loaded(TOKENS).logits
+    torch.testing.assert_close(logits, adapted.double()(TOKENS).logits)
+    lm = loaded.base_model.model.lm
+    assert lm.head.weight is lm.embed.weight
 
 
 def test_the_loss_is_that_of_the_lm_and_needs_no_real_padding(model):
@@ -233,6 +244,15 @@ def test_what_it_does_not_take_is_one_line(model, given, words):
 def test_a_cache_of_another_model_is_refused(model):
     with pytest.raises(UserError, match="got another model's"):
         model(TOKENS, past_key_values=MezzoCache(built().lm, 8))
+
+
+def test_weights_that_are_elsewhere_until_needed_give_a_cache_in_no_place(model):
+    expected = model(TOKENS).logits
+    moved = cpu_offload(model, torch.device("cpu"))
+    assert torch.equal(moved(TOKENS).logits, expected)
+    with pytest.raises(UserError, match="all weights on one device, and they are on meta"):
+        moved.generate(TOKENS, max_new_tokens=2)
+    assert moved.generate(TOKENS, max_new_tokens=2, use_cache=False).shape == (8, 22)
 
 
 def drafting(model, num_drafted: int) -> MezzoForCausalLM:

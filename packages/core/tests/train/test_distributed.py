@@ -93,17 +93,19 @@ def test_a_lost_process_ends_the_others_with_one_line(tiny, tmp_path, train_in_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shared", [1, 2])
+@pytest.mark.parametrize(
+    ("shared", "stages", "parts"), [(1, "blocks", 3), (2, "blocks", 3), (2, "stack", 2)]
+)
 def test_gradients_are_exchanged_once_after_the_last_micro_batch(
-    tiny, answers_of_processes, shared
+    tiny, answers_of_processes, shared, stages, parts
 ):
-    """Also where the two processes share each sequence."""
+    """Also where the two processes share each sequence, block by block or all blocks at once."""
     config = tiny(compile=True, activation_checkpointing=True, context_parallel=shared)
-    answers, _ = answers_of_processes("exchange", config, "unused", size=2)
+    answers, _ = answers_of_processes("exchange", config, stages, size=2)
     for found in answers:
         assert max(part["error"] for part in found.values()) < 1e-6
         assert found["False"]["exchanges"] == [0, 1]
-        assert found["True"]["exchanges"] == [0, 3]  # of two blocks, and of what is around them
+        assert found["True"]["exchanges"] == [0, parts]  # of blocks, and of what is around them
 
 
 def test_shares_must_be_whole(tiny):

@@ -27,7 +27,18 @@ class HeldState:
     """A module's state of a batch of rows, and the room that it has: for steps, and to go back."""
 
     def __init__(self, module: LM | AbstractSequenceModule, batch: int, length: int = 0) -> None:
-        """Begin `batch` sequences, for which the first step makes room for `length` tokens."""
+        """Begin `batch` sequences, for which the first step makes room for `length` tokens.
+
+        Raises:
+            UserError: if the module's weights are on several devices, or elsewhere until needed.
+        """
+        places = {str(weight.device) for weight in module.parameters()}
+        if len(places) > 1 or "meta" in places:
+            raise UserError(
+                "a cache needs all weights on one device, and they are on "
+                f"{' and '.join(sorted(places))}: load the model without device_map or offload, "
+                "or give use_cache=False"
+            )
         self.module = module
         self.state = module.init_state(batch)
         self.length = length

@@ -90,14 +90,15 @@ class MezzoEvalLM(TemplateLM):
         """Return the log-likelihood of each continuation, and whether it is the likeliest.
 
         Args:
-            requests: what lm-eval asked for, the context's tokens (one or more) and the
-                continuation's.
+            requests: what lm-eval asked for, the context's tokens (of which a context of spaces
+                alone has none) and the continuation's.
         """
         found: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
         # The last token of the context predicts the continuation's first, so it is read with it.
         members: dict[Tokens, list[tuple[int, Tokens]]] = {}
         for i, (_asked, context, continuation) in enumerate(requests):
             if continuation:
+                context = context or [self.prefix_token_id]
                 tokens = self._newest((*context, *continuation), len(continuation))
                 border = len(tokens) - len(continuation) - 1
                 members.setdefault(tokens[:border], []).append((i, tokens[border:]))
@@ -222,7 +223,7 @@ class MezzoEvalLM(TemplateLM):
             self.lm,
             prompts,
             max_new_tokens=num_new,
-            temperature=asked["temperature"] if asked["do_sample"] else 0.0,
+            temperature=asked.get("temperature", 1.0) if asked["do_sample"] else 0.0,
             top_k=asked.get("top_k"),
             top_p=asked.get("top_p"),
             stop_tokens=[t for t in self.tokens.stop_tokens if t < self.lm.vocab_size],

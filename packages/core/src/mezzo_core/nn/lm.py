@@ -368,15 +368,21 @@ class LM(nn.Module):
         return self.stack.units()
 
 
+def _owner(part: nn.Module) -> Any:
+    """Return the module that has the weight of an embedding or a head, which may be wrapped."""
+    return next((each for each in part.modules() if "weight" in each._parameters), None)
+
+
 def _note_tie(model: LM, *_: Any) -> None:
     """Note whether the head shares the embedding's weight, before the weights are replaced."""
-    weight = getattr(model.head, "weight", None)
-    model._is_tied = weight is not None and weight is getattr(model.embed, "weight", None)
+    head, embed = _owner(model.head), _owner(model.embed)
+    model._is_tied = head is not None and embed is not None and head.weight is embed.weight
 
 
 def _tie_again(model: LM, *_: Any) -> None:
     if model._is_tied:
-        model.head.weight = model.embed.weight
+        head, embed = _owner(model.head), _owner(model.embed)
+        head.weight = embed.weight
 
 
 def _check_tensor(name: str, value: Any) -> None:

@@ -115,10 +115,14 @@ def build_model(
         for unit in model.units():  # those of one kind share one compiled graph
             unit.compile()
     if world.context > 1:
+        if (reason := _keeps_no_state(model)) is not None:
+            raise UserError(f"context_parallel passes states on, but {reason}")
         borders = part_borders(model, config.seq_len, world.context)
         share_sequence(model.stack, borders, world.group)
     if sharded:
-        shard(model, model.units(), world, entries=("loss", "score"))
+        # A process that waits for a state must have gathered all that the others gather meanwhile.
+        parts = model.stack.stages() if world.context > 1 else model.units()
+        shard(model, parts, world, entries=("loss", "score"))
     else:
         model.to(world.device)
     # Compiling the bound method gives one graph of the blocks, the head and the cross entropy. In a
@@ -158,14 +162,21 @@ def refused_later(config: TrainConfig, model: LM) -> list[str]:
         from_json(to_json(config.model))
     except UserError as error:
         reasons.append(f"generate and eval will refuse this model: {error}")
+    if (reason := _keeps_no_state(model)) is not None:
+        reasons.append(f"generate will refuse this model: {reason}")
+    return reasons
+
+
+def _keeps_no_state(model: LM) -> str | None:
+    """Return why the model cannot go on from a state; None if it can."""
     weight, stack = next(model.parameters()), model.stack
     x = torch.zeros(1, 1, stack.d_model, device=weight.device, dtype=weight.dtype)
     try:
         with torch.no_grad():
             stack.check_step(x, stack.reserve(stack.init_state(1), 1))
     except ValueError as error:
-        reasons.append(f"generate will refuse this model: {error}")
-    return reasons
+        return str(error)
+    return None
 
 
 def _recompute_in_backward(unit: nn.Module) -> None:

@@ -1,4 +1,6 @@
-"""Compute one gradient in two micro batches, as one of several processes: CONFIG OUT; prints JSON.
+"""Compute one gradient in two micro batches, as one of several processes: CONFIG STAGES.
+
+Prints JSON. STAGES of processes that share a sequence are "blocks" or, as of a DRT, the "stack".
 
 For copies and for a sharded model it prints how many exchanges of gradients each micro batch made,
 and how far the gradient is from the one that this process computes alone, eagerly.
@@ -13,6 +15,8 @@ from pathlib import Path
 import torch
 from mezzo_core.config_json import from_json
 from mezzo_core.data import Batch
+from mezzo_core.nn.contract import AbstractStack
+from mezzo_core.nn.stack import Stack
 from mezzo_core.train.build import build_model
 from mezzo_core.train.context import part_borders, sequence_part
 from mezzo_core.train.distributed import World, backward, join_world
@@ -59,5 +63,7 @@ def main(config):
     sys.stdout.write(json.dumps(found))
 
 
+if sys.argv[2] == "stack":
+    Stack.stages = AbstractStack.stages
 torch.compile = partial(torch.compile, backend="aot_eager")  # which needs no compiler
 main(from_json(json.loads(Path(sys.argv[1]).read_text())))
