@@ -12,7 +12,7 @@ from mezzo_core.data.config import DataConfig
 from mezzo_core.data.corpora import read_lines
 from mezzo_core.data.hub import HUB_PREFIX
 from mezzo_core.data.mixture import MixtureConfig
-from mezzo_core.data.texts import TextConfig, change_texts, texts_of
+from mezzo_core.data.texts import TextConfig, absolute_tokenizer, change_texts, texts_of
 from mezzo_core.data.tokenizers import Tokenizer, load_tokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.nn.checkpoint import CONFIG, count_weights, describe_model, find_model
@@ -126,8 +126,7 @@ def describe_tokenizer(tokenizer: str, vocab_size: int, *, add_bos: bool = False
     if not tokenizer.startswith(HUB_PREFIX):
         # Raises an error now rather than at first use.
         identity = fitting_tokenizer(tokenizer, vocab_size, add_bos=add_bos).identity
-        if tokenizer != "byte":
-            tokenizer = str(Path(tokenizer).expanduser().resolve())
+    tokenizer = absolute_tokenizer(tokenizer)
     return {
         "tokenizer": tokenizer,
         "tokenizer_identity": identity,

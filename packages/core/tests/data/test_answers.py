@@ -8,8 +8,9 @@ from itertools import pairwise
 import pytest
 import torch
 from mezzo_core.data import NO_TARGET, AnswersConfig, DataConfig
-from mezzo_core.data.examples import Part, encode_example, parse_example
-from mezzo_core.data.tokenizers import ByteTokenizer
+from mezzo_core.data.continuations import Continuations
+from mezzo_core.data.examples import Part, encode_chat, encode_example, parse_example
+from mezzo_core.data.tokenizers import ByteTokenizer, load_tokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.nn import AttentionConfig, LMConfig
 from mezzo_core.testing.damage import damages, json_damages
@@ -59,13 +60,37 @@ def test_the_targets_are_the_answers_and_their_ends(text):
 
 def test_of_a_chat_the_assistant_is_learned():
     parts = parse_example(json.dumps({"messages": CHAT}), "line 1")
-    tokens, learned = encode_example(parts, ByteTokenizer())
+    tokens, learned = encode_example(parts, Continuations(ByteTokenizer()))
     text = "".join("|" if t == 256 else chr(t) for t in tokens)
     assert text == (
         "system:\nBe short.\nuser:\nHi\nassistant:\nHello|user:\nBye\nassistant:\nCiao|"
     )
     asked = "".join(c for c, is_learned in zip(text, learned, strict=True) if is_learned)
     assert asked == "Hello|Ciao|"
+
+
+@pytest.mark.parametrize("kind", ["byte", "gpt2", "llama", "sentencepiece"])
+def test_prompts_are_read_as_in_training(names, kind):
+    tokenizer = load_tokenizer(names[kind])
+    chat = [*CHAT[:3], {"role": "user", "content": "A code:\n"}, CHAT[-1]]
+    for example, first in (
+        ({"messages": chat}, "system:\nBe short.\nuser:\nHi\nassistant:\n"),
+        ({"prompt": "It is ", "answer": "a man"}, "It is "),
+    ):
+        parts = parse_example(json.dumps(example), "line 1")
+        tokens, learned = encode_example(parts, Continuations(tokenizer))
+        prompt = tokenizer.encode(first)
+        assert tokens[: len(prompt)] == prompt
+        assert learned[: len(prompt) + 1] == [False] * len(prompt) + [True]
+        asked = [t for t, is_learned in zip(tokens, learned, strict=True) if is_learned]
+        answers = ["Hello", "Ciao"] if "messages" in example else ["a man"]
+        assert asked.count(tokenizer.eos_token) == len(answers)
+        if "messages" not in example:
+            assert tokenizer.decode(tokens) == "It is a man"
+    parts = parse_example(json.dumps({"messages": chat}), "line 1")
+    tokens, _ = encode_example(parts, Continuations(tokenizer))
+    last = [*Continuations(tokenizer).encode("Ciao"), tokenizer.eos_token]
+    assert [*encode_chat(chat[:-1], tokenizer), *last] == tokens
 
 
 def test_every_example_is_read_once_an_epoch_and_none_is_both_trained_on_and_held_out(text):

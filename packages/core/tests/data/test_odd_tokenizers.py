@@ -76,6 +76,17 @@ def test_special_tokens_above_the_vocabulary_are_no_tokens_of_a_text(change, sen
     assert change(add(False)).vocab_size == plain.vocab_size + 1
 
 
+def test_what_stands_for_unknown_words_is_a_token_of_a_text(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({"a": 0, "</s>": 1, "[UNK]": 2}, unk_token="[UNK]")
+    backend = tokenizers.Tokenizer(words)
+    backend.add_special_tokens(["</s>", "[UNK]"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.encode("b") == [2]
+    assert tokenizer.vocab_size == 3
+
+
 def test_a_tokenizers_first_token_is_put_before_a_text_when_asked(change, tmp_path, names):
     assert change(lambda content: None).bos_token is None  # its template begins with the end token
 

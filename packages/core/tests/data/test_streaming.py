@@ -60,6 +60,19 @@ def test_an_epoch_has_every_document_but_the_held_out_ones_once():
     assert data.num_train_tokens is None
 
 
+def test_long_documents_are_held_out_and_shuffled_in_smaller_numbers(monkeypatch):
+    monkeypatch.setattr(text_stream, "VALIDATION_CHARACTERS", 6)
+    monkeypatch.setattr(streaming, "BLOCK_CHARACTERS", 40)
+    data = build(stream_of(["a"]))
+    assert data.num_validation_bytes == 5 + 12  # <a:0>, <a:1>.......
+    blocks = [texts for _, texts in data._blocks(streaming._Cursor())]
+    assert sum(map(len, blocks)) == 18
+    sizes = [sum(map(len, block)) for block in blocks]
+    assert all(40 <= size < 60 for size in sizes[:-1]), sizes
+    documents = documents_of(data, 30, 1)
+    assert set(documents[:18]) == {f"<a:{i}>" for i in range(2, 20)}
+
+
 @pytest.mark.parametrize("mask_documents", [False, True])
 def test_the_validation_bytes_are_those_of_the_targets(mask_documents):
     data = build(stream_of(["a"]), mask_documents=mask_documents)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mezzo_core.data import StreamDecoder, load_tokenizer, stop_texts
+from mezzo_core.data.continuations import Continuations
 from mezzo_core.errors import UserError
 
 KINDS = ("byte", "json", "gpt2", "later", "llama", "sentencepiece")
@@ -83,6 +84,18 @@ def test_a_stop_text_may_begin_with_the_first_space(names, kind):
         written = [tokenizer.decode([*prompt, *new[:i]])[len("It is") :] for i in range(len(new))]
         assert [stop(new[:i]) for i in range(len(new))] == [text in each for each in written]
         assert stop(new)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=25, deadline=None)
+@given(text=st.text(st.characters(exclude_characters="▁\0", exclude_categories=["Cs"])))
+def test_what_follows_a_text_gets_no_space_more(names, kind, text):
+    tokenizer = load_tokenizer(names[kind])
+    prompt = tokenizer.encode("It is:")
+    for rest in (text, "4", "    return 1", "\nman", "🙂"):
+        tokens = Continuations(tokenizer).encode(rest)
+        assert tokenizer.decode([*prompt, *tokens]) == f"It is:{rest}"
+        assert Continuations(tokenizer).decode(tokens) == rest
 
 
 def test_a_stop_text_needs_no_latin_letters(tmp_path):

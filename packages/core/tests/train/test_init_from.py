@@ -5,14 +5,16 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import tokenizers
 import torch
 from mezzo_core.data import DataConfig
 from mezzo_core.errors import UserError
-from mezzo_core.inputs import start_from
+from mezzo_core.inputs import open_told_data, start_from, told_tokenizer
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.checkpoint import copy_weights, describe_model, load_model, save_model
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.train.loop import train
+from mezzo_core.train.run_recipe import configure
 
 
 @pytest.fixture
@@ -117,6 +119,42 @@ def test_a_command_takes_model_and_tokenizer_from_the_folder(tiny, tmp_path):
         assert replace(ours, model=config.model, data=config.data, init_from=None) == config
     with pytest.raises(UserError, match="holds no trained model"):
         start_from(config, tmp_path / "nowhere")
+
+
+def test_a_command_goes_on_when_its_start_is_gone(tiny, tmp_path, start):
+    config = replace(tiny(), name="other", model=replace(tiny().model, d_model=64))
+
+    def configured(out):
+        return configure(config, {"tokenizer": None}, (), (), None, None, start, out)
+
+    began = configured(tmp_path / "run")
+    assert (began.model, began.init_from) == (tiny().model, str(start))
+    train(began, tmp_path / "run", quiet=True)
+    shutil.rmtree(start)
+    assert configured(tmp_path / "run") == began
+    for elsewhere in (tmp_path / "nothing", None):
+        with pytest.raises(UserError, match=r"(no model|holds no)"):
+            configured(elsewhere)
+
+
+def test_a_model_is_read_from_any_folder(tiny, corpus, tmp_path, monkeypatch):
+    words = dict.fromkeys(corpus.read_text(encoding="utf-8").split())
+    numbers = {word: i for i, word in enumerate(["</s>", *sorted(words)])}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.add_special_tokens(["</s>"])
+    backend.save(str(tmp_path / "words.json"))
+    monkeypatch.chdir(tmp_path)
+    config = tiny(steps=1, data=DataConfig(str(corpus), tokenizer="words.json"))
+    folder = train(config, tmp_path / "run", quiet=True).out / "model"
+    monkeypatch.chdir("/")
+    model, _, extra = load_model(folder)
+    assert told_tokenizer(extra, folder, model.vocab_size).encode("the song") == [
+        numbers["the"],
+        numbers["song"],
+    ]
+    assert start_from(tiny(), folder).data.tokenizer == str(tmp_path / "words.json")
+    open_told_data(extra, folder, model.vocab_size)
 
 
 def test_a_start_is_not_removed_to_start_over_in_its_folder(tiny, tmp_path):

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from mezzo_core.config_json import check_fields
 from mezzo_core.data.batches import Batch, BatchSource, check_batch_size, make_batch
 from mezzo_core.data.config import DataConfig
+from mezzo_core.data.continuations import Continuations
 from mezzo_core.data.examples import encode_example, parse_example, read_examples
 from mezzo_core.data.tokenizers import Tokenizer, load_tokenizer
 from mezzo_core.errors import UserError
@@ -140,11 +141,12 @@ class AnswersData(BatchSource):
 
 def _read(source: str, tokenizer: Tokenizer, seq_len: int, skip_bad: bool) -> list[Example]:
     """Return the examples of files, encoded."""
+    continuations = Continuations(tokenizer)
     examples: list[Example] = []
     bad: list[str] = []
     for where, line in read_examples(source):
         try:
-            tokens, learned = encode_example(parse_example(line, where), tokenizer)
+            tokens, learned = encode_example(parse_example(line, where), continuations)
             if len(tokens) > seq_len + 1:
                 raise UserError(
                     f"{where}: an example of {len(tokens)} tokens does not fit into a row of "

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mezzo_core.data.continuations import Continuations
 from mezzo_core.data.corpora import parse_record, read_lines
 from mezzo_core.data.find import find_files, format_of
 from mezzo_core.data.tokenizers import Tokenizer
@@ -11,7 +12,8 @@ from mezzo_core.errors import UserError
 
 ANSWERS = ("answer", "completion")
 """Names that the answer to a prompt can have."""
-ROLES = ("system", "user", "assistant", "tool")
+_ASSISTANT = "assistant"
+ROLES = ("system", "user", _ASSISTANT, "tool")
 """Who can have written a message; what the assistant wrote is the answer."""
 
 
@@ -63,39 +65,64 @@ def parse_example(line: str, where: str) -> list[Part]:
     return [Part(prompt, False), Part(answer, True)]
 
 
-def encode_example(parts: list[Part], tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+def encode_example(parts: list[Part], continuations: Continuations) -> tuple[list[int], list[bool]]:
     """Return an example's tokens, and which of them are learned: answers, and the ends of these.
 
-    A part is encoded alone, as a prompt is before a model continues it.
+    What is read before an answer is encoded as one text, as a prompt is before a model continues
+    it, and the answer as what continues it.
     """
+    tokenizer = continuations.tokenizer
     tokens = list(tokenizer.begin_tokens)
     learned = [False] * len(tokens)
     for part in parts:
-        new = tokenizer.encode(part.text)
         if part.is_answer:
-            new = [*new, tokenizer.eos_token]
+            new = [*continuations.encode(part.text), tokenizer.eos_token]
+        else:
+            new = tokenizer.encode(part.text)
         tokens += new
         learned += [part.is_answer] * len(new)
     return tokens, learned
 
 
+def encode_chat(messages: list[dict[str, str]], tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of a chat in which the assistant is to write next, as it was trained.
+
+    Args:
+        messages: `{"role": ..., "content": ...}` each, from the first on.
+        tokenizer: the model's.
+
+    Raises:
+        UserError: if they are no messages.
+    """
+    parts = _turns(messages, "a chat", ending=f"{_ASSISTANT}:\n")
+    return encode_example(parts, Continuations(tokenizer))[0]
+
+
 def _chat(messages: Any, where: str) -> list[Part]:
+    parts = _turns(messages, where)
+    if not any(part.is_answer for part in parts):
+        raise UserError(f'{where}: no message is the "assistant"\'s, so there is nothing to learn')
+    return parts
+
+
+def _turns(messages: Any, where: str, ending: str = "") -> list[Part]:
+    """Return the assistant's messages, and what stands before each; at last what follows them."""
     if not isinstance(messages, list) or not messages:
         raise UserError(f'{where}: "messages" must be a list with at least one message')
-    parts = []
+    parts, said = [], ""
     for i, message in enumerate(messages):
         name = f"messages[{i}]"
         if not isinstance(message, dict) or message.get("role") not in ROLES:
             raise UserError(f'{where}: {name} must have a "role" of {", ".join(ROLES)}')
         role, content = message["role"], message.get("content")
         text = _text(content, f'{where}: "content" of {name}')
-        if role == "assistant":
-            parts += [Part(f"{role}:\n", False), Part(text, True)]
+        if role == _ASSISTANT:
+            parts += [Part(f"{said}{role}:\n", False), Part(text, True)]
+            said = ""
         else:
-            parts.append(Part(f"{role}:\n{text}\n", False))
-    if not any(part.is_answer for part in parts):
-        raise UserError(f'{where}: no message is the "assistant"\'s, so there is nothing to learn')
-    return parts
+            said += f"{role}:\n{text}\n"
+    said += ending
+    return [*parts, Part(said, False)] if said else parts
 
 
 def _text(value: Any, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from mezzo_core.data.continuations import Continuations
 from mezzo_core.data.tokenizers import Tokenizer
 
 _SILENT = 16
@@ -19,15 +20,12 @@ def stop_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> Callable[[Sequence
     if isinstance(texts, str) or not texts or not all(texts):
         raise ValueError(f"a text to stop at must have at least one character, got {texts!r}")
     longest = max(len(text.encode()) for text in texts) + _SILENT
-    # SentencePiece drops the space before a text's first word, so another word stands before it.
-    every = ([token] for token in range(tokenizer.vocab_size))
-    before = next((word for word in every if tokenizer.decode(word).isalnum()), [])
-    left_out = len(tokenizer.decode(before))
+    continuations = Continuations(tokenizer)
 
     def stop(tokens: Sequence[int]) -> bool:
         # Each token has a byte at least, so that no more of them can hold the end of a text.
         newest = [token for token in tokens[-longest:] if token < tokenizer.vocab_size]
-        written = tokenizer.decode([*before, *newest])[left_out:]
+        written = continuations.decode(newest)
         return any(text in written for text in texts)
 
     return stop

@@ -23,8 +23,9 @@ from mezzo_core.data.tokenized_text import after_end_token, all_documents, targe
 from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.errors import UserError
 
-# Documents that are shuffled together. A resumed run reads at most this many again.
-BLOCK_DOCUMENTS = 1024
+# Documents that are shuffled together, or fewer if they have so many characters. A resumed run
+# reads at most this much again.
+BLOCK_DOCUMENTS, BLOCK_CHARACTERS = 1024, 1 << 24
 # Documents that are tokenized together.
 _TOKENIZED_DOCUMENTS = 32
 
@@ -49,10 +50,10 @@ class StreamedText(TextData):
 
     A document is a row of the data set, or a file (a file of more than `PIECE_CHARACTERS` counts as
     several documents). The held-out documents are those of a text of its own, or the first
-    `text_stream.VALIDATION_DOCUMENTS` of the split "validation" of a hub data set, or of the stream
-    itself. Over any number of processes each other document is seen once an epoch. With masked
-    documents a window has at most T // 16 + 2 documents; if more would fit, the rest of the window
-    is padding.
+    `text_stream.VALIDATION_DOCUMENTS`, or fewer if they are long, of the split "validation" of a
+    hub data set, or of the stream itself. Over any number of processes each other document is seen
+    once an epoch. With masked documents a window has at most T // 16 + 2 documents; if more would
+    fit, the rest of the window is padding.
 
     Batches come in order: `train_batch` must be called for one step after the other, starting from
     step 0, or in a resumed run from the step at which `state_dict` was called. See `BatchSource`
@@ -243,11 +244,24 @@ class StreamedText(TextData):
         records = Records(self._stream.text_column, self._stream.skip_bad)
         texts = (piece.text for piece in pieces_of(rows, records, self._stream.name))
         number, block_start, index = start.block, start.block_start, start.index
-        while block := list(itertools.islice(texts, BLOCK_DOCUMENTS)):
+        while block := _block(texts):
             after = dataset.state_dict()
             order = np.random.default_rng((self._seed, start.epoch, number)).permutation(len(block))
             yield _Cursor(start.epoch, number, index, block_start), [block[i] for i in order]
             number, block_start, index = number + 1, after, 0
+
+
+def _block(texts: Iterator[str]) -> list[str]:
+    """Return the next documents that are shuffled together."""
+    block: list[str] = []
+    characters = 0
+    while len(block) < BLOCK_DOCUMENTS and characters < BLOCK_CHARACTERS:
+        text = next(texts, None)
+        if text is None:
+            break
+        block.append(text)
+        characters += len(text)
+    return block
 
 
 def _checksum_of(state: dict[str, Any]) -> int | None:

@@ -14,9 +14,9 @@ from mezzo_core.data.hub import HUB_PREFIX, load_hub_dataset
 from mezzo_core.errors import UserError
 from mezzo_core.libraries import import_library
 
-# How many documents are held out: the first of the split "validation" if there is one, else the
-# first of the training text.
-VALIDATION_DOCUMENTS = 100
+# How many documents are held out, or fewer if they have so many characters: the first of the split
+# "validation" if there is one, else the first of the training text.
+VALIDATION_DOCUMENTS, VALIDATION_CHARACTERS = 100, 1 << 23
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def open_stream(
         train = splits["train"]
         if "validation" in splits and held_out is None:
             records = Records(text_column, skip_bad)
-            validation = _first_texts(splits["validation"], records, source)
+            validation, _ = _first_texts(splits["validation"], records, source)
     if held_out is not None:
         validation = [piece.text for piece in held_out.read()]
     if validation is None:
@@ -104,8 +104,8 @@ def share_stream(
         world_size: how many processes share the stream.
         identity: identifies the text as far as that is possible without reading it.
     """
-    validation = _first_texts(dataset, Records(text_column, skip_bad), name)
-    mine, skipped = _share(dataset, VALIDATION_DOCUMENTS, rank, world_size)
+    validation, count = _first_texts(dataset, Records(text_column, skip_bad), name)
+    mine, skipped = _share(dataset, count, rank, world_size)
     return TextStream(
         name, mine, validation, text_column, rank, world_size, skip_bad, identity, skipped
     )
@@ -149,6 +149,13 @@ def _share(dataset: Any, held_out: int, rank: int, world_size: int) -> tuple[Any
     return dataset.shard(world_size, rank, contiguous=False), skipped
 
 
-def _first_texts(dataset: Any, records: Records, name: str) -> list[str]:
-    rows = dataset.take(VALIDATION_DOCUMENTS)
-    return [piece.text for piece in pieces_of(rows, records, name)]
+def _first_texts(dataset: Any, records: Records, name: str) -> tuple[list[str], int]:
+    """Return the texts of the first rows, and how many rows that are."""
+    texts: list[str] = []
+    characters = 0
+    for piece in pieces_of(dataset.take(VALIDATION_DOCUMENTS), records, name):
+        texts.append(piece.text)
+        characters += len(piece.text)
+        if characters >= VALIDATION_CHARACTERS:
+            break
+    return texts, records.read

@@ -1,10 +1,12 @@
 """What all descriptions of text have in common, be it one text, a mixture, or examples."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from mezzo_core.data.answers import AnswersConfig
 from mezzo_core.data.config import DataConfig
+from mezzo_core.data.hub import HUB_PREFIX
 from mezzo_core.data.mixture import MixtureConfig
 
 TextConfig = DataConfig | MixtureConfig | AnswersConfig
@@ -24,3 +26,9 @@ def change_texts(config: TextConfig, **changes: Any) -> TextConfig:
     if isinstance(config, MixtureConfig):
         return replace(config, texts=texts)
     return replace(config, text=texts[0]) if isinstance(config, AnswersConfig) else texts[0]
+
+
+def absolute_tokenizer(name: str) -> str:
+    """Return a tokenizer's name or path so that it is valid in every folder."""
+    is_name = name == "byte" or name.startswith(HUB_PREFIX)
+    return name if is_name else str(Path(name).expanduser().resolve())

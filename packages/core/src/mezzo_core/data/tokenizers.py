@@ -135,8 +135,10 @@ class HFTokenizer:
         self.bos_token = template[0] if template and template[0] != eos_token else None
         self.begin_tokens: tuple[int, ...] = ()
         self.identity = identity
-        # A special token that was added, such as one for padding, is no token of a text.
+        # A special token that was added, such as one for padding, is no token of a text, but what
+        # stands for unknown words is.
         special = {number for number, token in added.items() if token.special}
+        special.discard(vocabulary.get(getattr(model, "unk_token", None)))
         self.vocab_size: int = 1 + max(numbers - special | {eos_token, self.bos_token or 0})
 
     @property

@@ -56,8 +56,9 @@ def make_command(paper: Paper) -> Callable[..., None]:
         from mezzo_core.train.run_recipe import configure, run_recipe
 
         config = paper.recipes()[recipe]()
-        texts = (data or (), validation_data, sft)
-        config = configure(config, flags, settings or (), *texts, init_from)
-        run_recipe(config, out or Path("runs") / recipe, fresh, new_data, quiet)
+        texts, out = (data or (), validation_data, sft), out or Path("runs") / recipe
+        resumed = None if fresh else out
+        config = configure(config, flags, settings or (), *texts, init_from, resumed)
+        run_recipe(config, out, fresh, new_data, quiet)
 
     return with_parameters(train_command, (flag.parameter() for flag in FLAGS))

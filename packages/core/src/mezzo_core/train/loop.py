@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from mezzo_core.config_json import to_json
 from mezzo_core.data import NO_TARGET, Batch, BatchSource
-from mezzo_core.data.texts import TextConfig, texts_of
+from mezzo_core.data.texts import TextConfig, absolute_tokenizer, change_texts, texts_of
 from mezzo_core.device import autocast, move_batch
 from mezzo_core.errors import FailedRunError, UserError
 from mezzo_core.eval.evaluate import Evaluation, evaluate
@@ -309,16 +309,14 @@ def _save_model(run: _Run, step: int) -> None:
 
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights = get_model_state_dict(run.model, options=options)
-    extra = {
-        "name": config.name,
-        "step": step,
-        "seq_len": config.seq_len,
-        "data": to_json(config.data),
-    }
-    if isinstance(config.data, TextConfig) and run.data.tokenizer is not None:
-        extra["tokenizer"] = texts_of(config.data)[0].tokenizer
+    data = config.data
+    extra: dict[str, Any] = {"name": config.name, "step": step, "seq_len": config.seq_len}
+    if isinstance(data, TextConfig) and run.data.tokenizer is not None:
+        extra["tokenizer"] = absolute_tokenizer(texts_of(data)[0].tokenizer)
+        data = change_texts(data, tokenizer=extra["tokenizer"])
         extra["tokenizer_identity"] = run.data.tokenizer.identity
         extra["fingerprint"] = run.data.fingerprint
+    extra["data"] = to_json(data)
     run.world.first_only(
         lambda: save_model(run.model, config.model, folder, extra, weights=weights)
     )

@@ -8,10 +8,12 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from mezzo_core.config_json import from_json
 from mezzo_core.console import show
 from mezzo_core.data import AnswersConfig
 from mezzo_core.data.texts import TextConfig, change_texts, texts_of
 from mezzo_core.errors import UserError
+from mezzo_core.files import read_json
 from mezzo_core.inputs import choose_texts, start_from
 from mezzo_core.nn.on_meta import build_on_meta
 from mezzo_core.train.config import TrainConfig
@@ -30,15 +32,19 @@ def configure(
     validation_data: str | None,
     sft: str | None,
     init_from: Path | None,
+    out: Path | None,
 ) -> TrainConfig:
     """Return a recipe's configuration with what the command line changes.
+
+    A run that is in `out` goes on without the model that it began from, which may be gone.
 
     Raises:
         UserError: if a value cannot be, or the model's parts do not fit together.
     """
     try:
         if init_from is not None:
-            config = start_from(config, init_from, flags["tokenizer"])
+            begun = None if init_from.exists() or out is None else _begun(config, init_from, out)
+            config = begun or start_from(config, init_from, flags["tokenizer"])
         config = apply_settings(apply_flags(config, flags), settings)
         config = _choose_texts(config, data, validation_data)
         if sft is not None:
@@ -47,6 +53,24 @@ def configure(
         return config
     except ValueError as error:
         raise UserError(with_flags(str(error), flags)) from error
+
+
+def _begun(config: TrainConfig, init_from: Path, out: Path) -> TrainConfig | None:
+    """Return the recipe's configuration with the model of the run in a folder.
+
+    None if no run is there, or it began from another model.
+    """
+    path = out / "config.json"
+    begun = from_json(read_json(path)) if path.is_file() else None
+    if not isinstance(begun, TrainConfig) or begun.init_from is None:
+        return None
+    if init_from.resolve() not in (Path(begun.init_from), Path(begun.init_from).parent):
+        return None
+    data = config.data
+    if isinstance(data, TextConfig) and isinstance(begun.data, TextConfig):
+        text = texts_of(begun.data)[0]
+        data = change_texts(data, tokenizer=text.tokenizer, add_bos=text.add_bos)
+    return replace(config, model=begun.model, data=data, init_from=begun.init_from)
 
 
 def _choose_texts(
