@@ -26,6 +26,9 @@ from mezzo_core.positions import sequence_ids
 _AUX_REQUEST: Any = getattr(torch.nn.attention.flex_attention, "AuxRequest", None)
 
 BLOCK = 128  # queries and keys of a block of the mask: flex_attention's default
+LARGEST_KEPT = 2**32
+"""Queries times keys of the largest mask that is kept: it takes 4 MB. Beside the attention of
+larger ones the time to make one is nothing, and 32 of them would take gigabytes."""
 Distance = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Takes a row of the batch, a query and a key."""
 
@@ -108,10 +111,13 @@ def _block_mask(r: Request, cached: bool) -> BlockMask:
     tensors. There the mask is computed once for all layers, by a few operations on (T/128)^2
     numbers.
     """
-    where = (r.q.shape[1], r.k.shape[1], r.q.device, r.causal, r.window_size)
-    if r.cu_seqlens is None and cached:
-        return _cached_block_mask(*where)
-    return make_block_mask(*where, r.cu_seqlens)
+    T, S = r.q.shape[1], r.k.shape[1]
+    where = (T, S, r.q.device, r.causal, r.window_size)
+    if not cached or r.cu_seqlens is not None or T * S > LARGEST_KEPT:
+        return make_block_mask(*where, r.cu_seqlens)
+    if torch.cuda.is_current_stream_capturing():  # what it makes has no values before the replay
+        return make_block_mask(*where, None)
+    return _cached_block_mask(*where)
 
 
 @functools.lru_cache(maxsize=32)
