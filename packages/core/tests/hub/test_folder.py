@@ -285,6 +285,20 @@ def test_a_llama_is_read_with_its_tokenizer_and_has_its_logits(tmp_path, kind, t
     assert extra["tokenizer"] == name
 
 
+def test_biases_get_the_dtype_of_their_matrices(tmp_path):
+    sizes = {"vocab_size": 261, "hidden_size": 32, "intermediate_size": 48}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen2ForCausalLM.config_class(**sizes, **heads, tie_word_embeddings=False)
+    theirs = Qwen2ForCausalLM(config).bfloat16()
+    theirs.lm_head.float()
+    name = words(tmp_path / "theirs", begin=True)
+    theirs.save_pretrained(name)
+    import_model(name, tmp_path / "run")
+    model, _, _ = load_model(tmp_path / "run/model")
+    assert {w.dtype for n, w in model.named_parameters() if n.endswith("bias")} == {torch.float32}
+    assert generate(model, [[1, 2]], max_new_tokens=2)
+
+
 def command(capsys, *arguments):
     with pytest.raises(SystemExit) as stop:
         run_app(

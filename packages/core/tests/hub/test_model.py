@@ -216,6 +216,9 @@ def test_a_stack_of_another_package_needs_leave(monkeypatch, tmp_path):
 
 
 def test_a_larger_vocabulary_is_saved_and_read(model, tmp_path):
+    before = model.config.lm_config.init_std
+    model.resize_token_embeddings(200, mean_resizing=False)
+    assert model.lm.embed.weight[17:].std() < 1.5 * before
     model.resize_token_embeddings(23)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -202,6 +202,19 @@ def test_attention_with_the_same_weights_gives_the_same_logits():
     torch.testing.assert_close(model(tokens).logits, wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_what_its_configuration_is_told_its_layers_follow():
+    model = replace_attention(replace_attention(original(), MEAN, [0]), ATTENTION, [2])
+    assert model.config is model.model.config
+    tokens = torch.tensor([[1, 2, 3]])
+    model.config.use_cache = False
+    model.config.output_hidden_states = True
+    out = model(tokens)
+    assert out.past_key_values is None
+    assert len(out.hidden_states) == 4
+    model.resize_token_embeddings(40)
+    assert model.model.config.vocab_size == 40
+
+
 def test_what_does_not_fit_is_one_line():
     known = "LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
     gpt2 = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1))

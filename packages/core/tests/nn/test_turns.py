@@ -120,6 +120,15 @@ def test_what_comes_before_all_prompts_is_read_once(any_model):
     assert generate(any_model, PROMPTS, num_rows=2, state=state, **ENDS) == expected
 
 
+@torch.no_grad()
+def test_models_that_can_go_back_take_turns_too(any_model):
+    rewinding = any_model.rewinding(3)
+    _, begun = rewinding(torch.tensor([[7, 7, 2, 5, 1]]), rewinding.init_state(1))
+    for before in (None, begun):
+        expected = alone(any_model, "greedy", state=before and before.state)
+        assert generate(rewinding, PROMPTS, num_rows=2, state=before, **ENDS) == expected
+
+
 def test_samples_take_turns_too(model):
     options = {"max_new_tokens": 6, "temperature": 1.5, "num_samples": 3, "seed": list(range(21))}
     assert generate(model, PROMPTS, num_rows=4, **options) == generate(model, PROMPTS, **options)

@@ -17,6 +17,7 @@ from mezzo_core.errors import UserError
 from mezzo_core.hub.cache import MezzoCache, room_to_go_back
 from mezzo_core.hub.config import MezzoConfig
 from mezzo_core.hub.padding import Padding
+from mezzo_core.nn.init import init_weights
 from mezzo_core.nn.lm import LM
 from mezzo_core.ops.linear_cross_entropy import NO_TARGET, cross_entropy
 
@@ -155,7 +156,12 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
         self.lm.head = new_embeddings
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Leave the weights as they are: `LMConfig.build` has drawn them, or they were loaded."""
+        """Draw the weights of an embedding or head that is to replace the model's.
+
+        The model's own weights were drawn by `LMConfig.build`, or are loaded.
+        """
+        if all(module is not part for part in self.modules()):
+            init_weights(module, self.config.lm_config.init_std)
 
     def _given_cache(self, cache: Any, past_key_values: Any) -> MezzoCache | None:
         given = past_key_values if cache is None else cache

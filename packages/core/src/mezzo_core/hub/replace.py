@@ -143,8 +143,12 @@ def replace_attention(
     config._attn_implementation = model.config._attn_implementation  # which a dict does not tell
     with torch.device("meta"):
         made = model_class(config)
+    old = model.config
     for name, part in model.named_children():
         setattr(made, name, part)
+        for inner in part.modules():  # what is set on the model's configuration is set on theirs
+            if getattr(inner, "config", None) is old:
+                inner.config = config
     if not before:
         _watch(made)
     place = next(model.parameters())

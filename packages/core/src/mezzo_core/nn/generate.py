@@ -7,12 +7,13 @@ and replayed. On a CPU it is eager.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from mezzo_core.nn.assisted import assisted_tokens
+from mezzo_core.nn.contract import AbstractStack
 from mezzo_core.nn.decoder import Decoder
 from mezzo_core.nn.ends import Ends
 from mezzo_core.nn.generate_arguments import (
@@ -29,6 +30,7 @@ from mezzo_core.nn.generate_arguments import (
 from mezzo_core.nn.kept_graphs import lent
 from mezzo_core.nn.lm import LM
 from mezzo_core.nn.prompts import read_prompts
+from mezzo_core.nn.rewinding import Kept, Rewinding
 from mezzo_core.nn.sampler import Generators, LogitRules, Sampler, row_generators
 from mezzo_core.nn.turns import Turns
 
@@ -177,6 +179,10 @@ def stream(
     every = [prompt for prompt in prompts for _ in range(num_samples)]
     end = Ends(num_results, frozenset(int(token) for token in stops), stop)
     if assistant is None and num_rows is not None and num_rows < num_results:
+        if isinstance(model.stack, Rewinding):  # no row goes back
+            plain = cast(AbstractStack, model.stack.module)
+            model = LM(model.embed, plain, model.norm, model.head)
+            state = state.state if isinstance(state, Kept) else state
         turns = Turns(
             model, every, end, num_rows, max_new_tokens, sampler, seed,
             float(repetition_penalty), bias, prefill_tokens, state,

@@ -65,8 +65,8 @@ def load_llama(folder: str | Path, *, has_rope: bool = True) -> tuple[LMConfig, 
 
     Returns:
         The configuration of an LM of softmax attention, and its `state_dict` in the stored dtype;
-        matrices of several dtypes all get the widest. A tied head also has an entry under its own
-        name.
+        matrices and biases of several dtypes all get the widest. A tied head also has an entry
+        under its own name.
 
     Raises:
         UserError: if a file is missing or damaged, the architecture is another one, the model has

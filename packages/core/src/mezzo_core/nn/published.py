@@ -124,7 +124,7 @@ class Described(NamedTuple):
 
 
 def read_weights(folder: Path, names: Iterable[str], unused: Collection[str]) -> dict[str, Tensor]:
-    """Read weights by the hub's names; matrices of several dtypes all get the widest.
+    """Read weights by the hub's names; matrices and biases of several dtypes all get the widest.
 
     Args:
         folder: with model.safetensors, or several files beside model.safetensors.index.json.
@@ -160,7 +160,10 @@ def read_weights(folder: Path, names: Iterable[str], unused: Collection[str]) ->
             allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
             raise UserError(f"{folder}: {name} is {weight.dtype}; supported: {allowed}")
     widest = reduce(torch.promote_types, {w.dtype for w in weights.values() if w.ndim == 2})
-    return {name: w.to(widest) if w.ndim == 2 else w for name, w in weights.items()}
+    return {
+        name: w.to(widest) if w.ndim == 2 or name.endswith(".bias") else w
+        for name, w in weights.items()
+    }
 
 
 def check_shapes(

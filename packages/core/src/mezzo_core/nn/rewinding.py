@@ -68,6 +68,10 @@ class Rewinding(AbstractStack):
         self._overwritten = module.overwritten()
         self._only_counts = only_counts(module.init_state(1), self._overwritten)
 
+    def extra_repr(self) -> str:
+        """Return the room, on which the states depend."""
+        return f"room={self.room}"
+
     def begin(self, state: Any) -> Kept:
         """Return a state that can go back to this one of the module, and no further.
 
@@ -228,6 +232,12 @@ class Rewinding(AbstractStack):
     def _check_state(self, state: Any, x: Tensor) -> None:
         self.check_kind(state)
         self.module._check_state(state.state, x)
+        wanted = (len(x), 0 if self._only_counts else 2 * self.room, self.d_model)
+        if state.inputs.shape != wanted or state.age.shape != wanted[:1]:
+            raise ValueError(
+                f"state must be one that can go back by {self.room} tokens, with inputs {wanted}, "
+                f"got {tuple(state.inputs.shape)} of {len(state.age)} rows"
+            )
 
     def _changing(self, state: Any) -> tuple[Tensor, ...]:
         """Return the tensors of a module's state that later tokens overwrite."""

@@ -149,6 +149,13 @@ def _check_refusals(module: AbstractSequenceModule) -> None:
     _, state = rewinding(x, rewinding.init_state(2))
     same = rewinding(x, rewinding.rollback(rewinding.fork(state), 0))[0]
     assert torch.equal(same, rewinding(x, state)[0]), "going back by nothing changed the state"
+    if state.inputs.numel():
+        try:
+            Rewinding(module, ROOM + 1).rollback(state, 0)
+        except ValueError as error:
+            assert "can go back by" in str(error), str(error)  # noqa: PT017
+        else:
+            raise AssertionError("a state with another room to go back was not refused")
     if x.is_cuda:
         return
     for n, words in (
