@@ -36,13 +36,15 @@ class Logits(torch.nn.Module):
 @pytest.mark.any_shapes
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_a_model_is_exported_for_texts_of_any_length(name):
+def test_a_model_is_exported_for_any_number_of_texts_of_any_length(name):
     """Models with chunks for any number of whole chunks."""
     options, length = MODELS[name]
     torch.manual_seed(0)
     model = Logits(LMConfig(17, 16, **options).build().eval())
-    texts = {T: torch.randint(17, (2, T)) for T in ((24, 56) if length is EIGHTS else (24, 2, 57))}
-    program = export(model, (texts[24],), dynamic_shapes=({1: length},)).module()
+    lengths = (24, 56) if length is EIGHTS else (24, 2, 57)
+    texts = {T: torch.randint(17, (2 + i, T)) for i, T in enumerate(lengths)}
+    sizes = {0: Dim("texts", min=1, max=64), 1: length}
+    program = export(model, (texts[24],), dynamic_shapes=(sizes,)).module()
     for tokens in texts.values():
         torch.testing.assert_close(program(tokens), model(tokens))
 

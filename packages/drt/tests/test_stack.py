@@ -303,3 +303,18 @@ def test_flops_of_a_chunk_that_is_open_are_those_of_its_tokens():
     told = [stack.flops_per_token(T) * T for T in range(47, 50)]
     before, landmark, after = told[0], told[1] - told[0], told[2] - told[1]
     assert before > landmark > after > 0
+
+
+@torch.inference_mode()
+def test_a_state_of_another_dtype_goes_on_step_by_step():
+    x = torch.randn(2, 3 * L + 2, C)
+    for first, then in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        _, state = build(CONFIG, first)(x[:, :L].to(first), build(CONFIG, first).init_state(2))
+        stack = build(CONFIG, then)
+        expected, _ = stack(x[:, L:].to(then), state)
+        state = stack.reserve(state, 2 * L + 2)
+        for t in range(2 * L + 2):
+            stack.before_step(state)
+            y = stack.step(x[:, L + t, None].to(then), state)
+            assert y.dtype == then
+            torch.testing.assert_close(y[:, 0], expected[:, t], rtol=0.1, atol=0.1)

@@ -229,7 +229,7 @@ def test_a_forked_process_goes_on_alone_from_the_hosts_memory_and_writes_own_fil
 
 
 def test_folders_that_cannot_be_used_are_refused(stack, tmp_path):
-    for bad in (tmp_path / "missing", "nul\0", "x" * 300, Path(__file__)):
+    for bad in (tmp_path / "missing", "nul\0", "x" * 300, "", Path(__file__)):
         with pytest.raises(UserError, match="is no folder"):
             stack.offload_to(bad)
     for bad in (3, True, b"bytes", [tmp_path], object()):
@@ -238,6 +238,16 @@ def test_folders_that_cannot_be_used_are_refused(stack, tmp_path):
     plain = replace(CONFIG, offload=False).build(C)
     with pytest.raises(ValueError, match="offload=True"):
         plain.offload_to(tmp_path)
+
+
+def test_a_folder_stays_the_same_when_the_process_moves_to_another(stack, tmp_path, monkeypatch):
+    (tmp_path / "chunks").mkdir()
+    monkeypatch.chdir(tmp_path)
+    stack.offload_to("chunks")
+    monkeypatch.chdir("/")
+    x = torch.randn(1, 4 * L, C)
+    y, _ = run(stack, x)
+    assert_close("in files", y, stack(x)[0], rtol=1e-5)
 
 
 def test_the_host_says_how_much_memory_it_has_left():

@@ -57,7 +57,7 @@ class Places(NamedTuple):
         if self.source is None:
             N, L = self.num_chunks, self.chunk_size
             chunks = F.pad(x, (0, 0, 0, N * L - self.num_tokens)).unflatten(1, (N, L))
-            return torch.cat([chunks, landmark.expand(len(x), N, -1, -1)], 2).flatten(1, 2)
+            return torch.cat([chunks, landmark.expand(x.shape[0], N, -1, -1)], 2).flatten(1, 2)
         # All landmarks by one `where`, whose gradient is a sum: that of a gather uses atomics.
         tokens = take(F.pad(x, (0, 0, 0, 2)), self.source)
         return torch.where((self.source == self.num_tokens)[..., None], landmark, tokens)

@@ -59,7 +59,7 @@ def retrieve(
         ties: whether equal keys are likely. Their scores are then equal too, in any segmentation,
             and of equal scores that of the earliest chunk is taken first. This takes longer.
     """
-    lo, hi = (x.expand(len(queries), -1) for x in (lo, hi))
+    lo, hi = (x.expand(queries.shape[0], -1) for x in (lo, hi))
     with torch.no_grad():
         indices = _choose(queries, keys, lo, hi, num_retrieved, noise, random_group, ties)
     return Reads(indices, _weigh(queries, keys, indices))
@@ -143,7 +143,7 @@ def _weigh(queries: Tensor, keys: Tensor, indices: Tensor) -> Tensor:
     is_read, dtype = indices >= 0, accumulation_dtype(queries.dtype)
     if keys.shape[1] == 0:
         return queries.new_zeros(indices.shape, dtype=dtype)
-    rows = torch.arange(len(keys), device=keys.device)[:, None, None]
+    rows = torch.arange(keys.shape[0], device=keys.device)[:, None, None]
     chosen = keys[rows, indices.clamp(min=0)].to(dtype)  # (B, N, R, C)
     chosen = chosen.masked_fill(~is_read[..., None], 0)  # what is not read may hold anything
     r = (queries.to(dtype)[:, :, None] * chosen).sum(-1) * queries.shape[-1] ** -0.5

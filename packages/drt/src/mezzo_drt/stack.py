@@ -265,7 +265,7 @@ class DRT(AbstractStack):
         """Run the landmark of rows where it is due, without waits; return open chunks, encoded."""
         M = self.config.chunk_size + 1
         due = Due(state.num_places % M == M - 1, state.num_places // M)
-        x = self.landmark.weight.to(state.lower.dtype)[None].expand(len(due.here), -1, -1)
+        x = self.landmark.weight[None].expand(len(due.here), -1, -1)
         self._check_room(x, state)
         kept = self.lower.keep(state.caches)
         _, encoded = self._step_place(x, state, due)
@@ -284,7 +284,7 @@ class DRT(AbstractStack):
         place = state.num_places % (self.config.chunk_size + 1)
         h = self.lower.step(x, state.caches[: len(self.lower)])
         state.lower[batch, place] = h[:, 0].to(state.lower.dtype)
-        encoded = None if due is None else self._encode(state.lower[:, None])
+        encoded = None if due is None else self._encode(state.lower[:, None].to(h.dtype))
         if due is not None and encoded is not None:
             self._store.store_(state.memory, encoded, due)
         caches = state.caches[len(self.lower) :]

@@ -31,9 +31,9 @@ def in_folder(folder: str | Path) -> Allocate:
     """
     if not isinstance(folder, str | Path):
         raise TypeError(f"folder must be a path or None, got {type(folder).__name__}")
-    folder = Path(folder)
     if not os.path.isdir(folder):  # noqa: PTH112, since `is_dir` raises for a name that is too long
-        raise UserError(f"{folder} is no folder: offload_to needs one that is there")
+        raise UserError(f"{str(folder)!r} is no folder: offload_to needs one that is there")
+    folder = Path(folder).absolute()  # also after a change of the process's own folder
     _in_file(folder, (1,), torch.int64)
     return partial(_in_file, folder)  # which can be pickled with the stack
 

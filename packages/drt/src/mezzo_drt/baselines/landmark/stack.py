@@ -191,7 +191,7 @@ class LandmarkStack(AbstractStack):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run tokens and, behind them, landmarks; the grids are (B, Y, N, P, H, D)."""
         T = x.shape[1]
-        landmarks = self.landmark.to(x.dtype).expand(len(x), places.chunk.shape[1] - T, -1)
+        landmarks = self.landmark.to(x.dtype).expand(x.shape[0], places.chunk.shape[1] - T, -1)
         x = torch.cat([x, landmarks], 1)
         grids = []
         for layer, *its_grids in zip(self.layers, k.unbind(1), v.unbind(1), strict=True):

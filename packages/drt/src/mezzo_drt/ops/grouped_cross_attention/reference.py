@@ -26,7 +26,7 @@ def grouped_cross_attention_reference(
         (B, N, M, H, D) in the dtype of q; 0 where nothing is retrieved.
     """
     high = torch.promote_types(q.dtype, torch.float32)
-    rows = torch.arange(len(q), device=q.device)[:, None, None]
+    rows = torch.arange(q.shape[0], device=q.device)[:, None, None]
     is_read = indices >= 0
     if k.requires_grad or v.requires_grad or in_transform():
         k, v = k.to(high), v.to(high)  # so that the readers' gradients are summed in `high`
