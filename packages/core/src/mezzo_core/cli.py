@@ -172,7 +172,7 @@ def _add_eval(app: typer.Typer) -> None:
         data: Data = None,
         text_column: TextColumn = None,
         skip_bad: SkipBad = None,
-        whole: Annotated[bool, typer.Option("--all", help="All of the text, not a part.")] = False,
+        whole: Annotated[bool, typer.Option("--all", help="Also what was trained on.")] = False,
         batch_size: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 8,
         seq_len: Annotated[
             int | None, typer.Option(min=1, help="Tokens a sequence. Default: as trained.")

@@ -73,6 +73,16 @@ def test_long_documents_are_held_out_and_shuffled_in_smaller_numbers(monkeypatch
     assert set(documents[:18]) == {f"<a:{i}>" for i in range(2, 20)}
 
 
+@pytest.mark.parametrize(("size", "held_out"), [(2, 1), (3, 1), (15, 1), (20, 2), (21, 3)])
+def test_of_a_short_text_a_tenth_is_held_out(monkeypatch, size, held_out):
+    monkeypatch.setattr(text_stream, "VALIDATION_DOCUMENTS", 20 if size <= 20 else 3)
+    made = datasets.IterableDataset.from_list([{"text": f"<{i}>"} for i in range(size)])
+    stream = share_stream("a test", made, "text")
+    assert stream.validation == [f"<{i}>" for i in range(held_out)]
+    documents = documents_of(build(stream), 20, 2)
+    assert set(documents[: size - held_out]) == {f"<{i}>" for i in range(held_out, size)}
+
+
 @pytest.mark.parametrize("mask_documents", [False, True])
 def test_the_validation_bytes_are_those_of_the_targets(mask_documents):
     data = build(stream_of(["a"]), mask_documents=mask_documents)

@@ -102,6 +102,7 @@ def test_a_defect_keeps_its_traceback(command, tmp_path, monkeypatch):
         (("--set", "model.mixers.head=1"), "did you mean model.mixers.head_dim"),
         (("--set", "model.mixers.head_dim=7"), "head_dim must divide d_model"),
         (("--set", "model"), "--set takes SETTING=VALUE, got 'model'"),
+        (("--lr", "0.1", "--set", "optim.lr=1"), "--lr and --set optim.lr name one setting"),
         (("--out", "~no such user/run"), "begins with a user that is not known here"),
     ],
 )

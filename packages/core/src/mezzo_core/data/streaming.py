@@ -51,9 +51,9 @@ class StreamedText(TextData):
     A document is a row of the data set, or a file (a file of more than `PIECE_CHARACTERS` counts as
     several documents). The held-out documents are those of a text of its own, or the first
     `text_stream.VALIDATION_DOCUMENTS`, or fewer if they are long, of the split "validation" of a
-    hub data set, or of the stream itself. Over any number of processes each other document is seen
-    once an epoch. With masked documents a window has at most T // 16 + 2 documents; if more would
-    fit, the rest of the window is padding.
+    hub data set, or of the stream itself, of which a tenth if it has no more. Over any number of
+    processes each other document is seen once an epoch. With masked documents a window has at most
+    T // 16 + 2 documents; if more would fit, the rest of the window is padding.
 
     Batches come in order: `train_batch` must be called for one step after the other, starting from
     step 0, or in a resumed run from the step at which `state_dict` was called. See `BatchSource`
@@ -226,10 +226,12 @@ class StreamedText(TextData):
                             begin, end = self.tokenizer.begin_tokens, self.tokenizer.eos_token
                             yield _Document(place, np.array([*begin, *tokens, end]))
             if not found and empty:
+                others = " or fewer processes" if self._stream.world_size > 1 else ""
                 raise UserError(
                     f"no training text in {self._stream.name} for process {self._stream.rank} of "
-                    f"{self._stream.world_size}, beside the held-out documents: give more text or "
-                    "fewer processes, or set streaming=False"
+                    f"{self._stream.world_size}, beside the held-out documents: give more "
+                    f"text{others}, a text of its own to validate on (validation_source), or "
+                    "streaming=False"
                 )
             empty = not found
             epoch += 1

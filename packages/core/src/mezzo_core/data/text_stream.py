@@ -15,7 +15,7 @@ from mezzo_core.errors import UserError
 from mezzo_core.libraries import import_library
 
 # How many documents are held out, or fewer if they have so many characters: the first of the split
-# "validation" if there is one, else the first of the training text.
+# "validation" if there is one, else the first of the training text, a tenth if it has no more.
 VALIDATION_DOCUMENTS, VALIDATION_CHARACTERS = 100, 1 << 23
 
 
@@ -74,7 +74,8 @@ def open_stream(
         train = splits["train"]
         if "validation" in splits and held_out is None:
             records = Records(text_column, skip_bad)
-            validation, _ = _first_texts(splits["validation"], records, source)
+            found = _first_texts(splits["validation"].take(VALIDATION_DOCUMENTS), records, source)
+            validation = [text for text, _ in found]
     if held_out is not None:
         validation = [piece.text for piece in held_out.read()]
     if validation is None:
@@ -104,7 +105,13 @@ def share_stream(
         world_size: how many processes share the stream.
         identity: identifies the text as far as that is possible without reading it.
     """
-    validation, count = _first_texts(dataset, Records(text_column, skip_bad), name)
+    records = Records(text_column, skip_bad)
+    found = _first_texts(dataset.take(VALIDATION_DOCUMENTS + 1), records, name)
+    is_whole = records.read <= VALIDATION_DOCUMENTS and _characters(found) < VALIDATION_CHARACTERS
+    held_out = max(len(found) // 10, 1) if is_whole else VALIDATION_DOCUMENTS
+    found = [(text, row) for text, row in found[:held_out] if row <= VALIDATION_DOCUMENTS]
+    validation = [text for text, _ in found]
+    count = found[-1][1] if found else records.read
     mine, skipped = _share(dataset, count, rank, world_size)
     return TextStream(
         name, mine, validation, text_column, rank, world_size, skip_bad, identity, skipped
@@ -149,13 +156,15 @@ def _share(dataset: Any, held_out: int, rank: int, world_size: int) -> tuple[Any
     return dataset.shard(world_size, rank, contiguous=False), skipped
 
 
-def _first_texts(dataset: Any, records: Records, name: str) -> tuple[list[str], int]:
-    """Return the texts of the first rows, and how many rows that are."""
-    texts: list[str] = []
-    characters = 0
-    for piece in pieces_of(dataset.take(VALIDATION_DOCUMENTS), records, name):
-        texts.append(piece.text)
-        characters += len(piece.text)
-        if characters >= VALIDATION_CHARACTERS:
+def _first_texts(rows: Any, records: Records, name: str) -> list[tuple[str, int]]:
+    """Return the texts of rows until they are long enough, each with the number of its row."""
+    found: list[tuple[str, int]] = []
+    for piece in pieces_of(rows, records, name):
+        found.append((piece.text, records.read))
+        if _characters(found) >= VALIDATION_CHARACTERS:
             break
-    return texts, records.read
+    return found
+
+
+def _characters(found: list[tuple[str, int]]) -> int:
+    return sum(len(text) for text, _ in found)

@@ -74,6 +74,8 @@ class Flag:
         """Return the flag as a parameter of a function for typer."""
         panel = "Switches" if self.kind is bool else _PANELS[self.part]
         options: dict[str, Any] = {"help": self.help, "rich_help_panel": panel}
+        if self.kind is KINDS["two floats"]:
+            options["metavar"] = "FLOAT FLOAT"
         if self.takes_none:
             options |= {"parser": self._parse, "metavar": f"{self.kind.__name__}|none".upper()}
         kind: Any = self.kind | None

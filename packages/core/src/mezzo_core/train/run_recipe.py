@@ -18,7 +18,7 @@ from mezzo_core.inputs import choose_texts, start_from
 from mezzo_core.nn.on_meta import build_on_meta
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.distributed import launched_place
-from mezzo_core.train.flags import apply_flags, with_flags
+from mezzo_core.train.flags import FLAGS, apply_flags, with_flags
 from mezzo_core.train.loop import train
 from mezzo_core.train.settings import apply_settings
 from mezzo_core.train.stopping import StoppedError
@@ -45,6 +45,7 @@ def configure(
         if init_from is not None:
             begun = None if init_from.exists() or out is None else _begun(config, init_from, out)
             config = begun or start_from(config, init_from, flags["tokenizer"])
+        _refuse_twice(flags, settings)
         config = apply_settings(apply_flags(config, flags), settings)
         config = _choose_texts(config, data, validation_data)
         if sft is not None:
@@ -53,6 +54,14 @@ def configure(
         return config
     except ValueError as error:
         raise UserError(with_flags(str(error), flags)) from error
+
+
+def _refuse_twice(flags: Mapping[str, Any], settings: Sequence[str]) -> None:
+    """Refuse a setting that is told by its flag and by --set."""
+    told = {setting.partition("=")[0] for setting in settings}
+    for flag in FLAGS:
+        if flags.get(flag.name) is not None and flag.path in told:
+            raise UserError(f"{flag.word} and --set {flag.path} name one setting: give one of them")
 
 
 def _begun(config: TrainConfig, init_from: Path, out: Path) -> TrainConfig | None:
