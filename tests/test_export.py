@@ -4,6 +4,7 @@ import pytest
 import torch
 from mezzo_core.nn import AttentionConfig, LMConfig
 from mezzo_drt import DRTConfig
+from mezzo_drt.baselines import BlockRecurrentConfig, LandmarkConfig
 from mezzo_gsa import GLAConfig, GSAConfig, MambaConfig
 from mezzo_rat import RATConfig
 from mezzo_recurrent_transformer import RecurrentBlockConfig, RecurrentStackConfig
@@ -11,6 +12,8 @@ from torch.export import Dim, export
 
 ANY = Dim("tokens", min=2, max=512)
 EIGHTS = 8 * Dim("chunks", min=2, max=64)
+ONE = None
+"""The exported length alone."""
 MODELS = {
     "attention": ({"mixers": (AttentionConfig(head_dim=8, window_size=5),) * 2}, ANY),
     "gsa": ({"mixers": (GSAConfig(num_heads=2, num_slots=4),)}, ANY),
@@ -21,6 +24,11 @@ MODELS = {
         {"stack": DRTConfig(2, num_groups=1, chunk_size=8, window_size=16, head_dim=8)}, EIGHTS
     ),
     "recurrent": ({"stack": RecurrentStackConfig(2, RecurrentBlockConfig(head_dim=8))}, ANY),
+    "landmark": ({"stack": LandmarkConfig(num_layers=1, head_dim=8, chunk_size=4)}, ONE),
+    "block-recurrent": (
+        {"mixers": (BlockRecurrentConfig(head_dim=8, num_states=2, block_size=8, window_size=8),)},
+        ONE,
+    ),
 }  # fmt: skip
 
 
@@ -37,15 +45,15 @@ class Logits(torch.nn.Module):
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_a_model_is_exported_for_any_number_of_texts_of_any_length(name):
-    """Models with chunks for any number of whole chunks."""
+    """Models with chunks for any number of whole chunks, DRT's baselines for one length."""
     options, length = MODELS[name]
     torch.manual_seed(0)
     model = Logits(LMConfig(17, 16, **options).build().eval())
-    lengths = (24, 56) if length is EIGHTS else (24, 2, 57)
-    texts = {T: torch.randint(17, (2 + i, T)) for i, T in enumerate(lengths)}
+    lengths = {EIGHTS: (24, 56), ANY: (24, 2, 57), ONE: (24, 24)}[length]
+    texts = [torch.randint(17, (2 + i, T)) for i, T in enumerate(lengths)]
     sizes = {0: Dim("texts", min=1, max=64), 1: length}
-    program = export(model, (texts[24],), dynamic_shapes=(sizes,)).module()
-    for tokens in texts.values():
+    program = export(model, (texts[0],), dynamic_shapes=(sizes,)).module()
+    for tokens in texts:
         torch.testing.assert_close(program(tokens), model(tokens))
 
 

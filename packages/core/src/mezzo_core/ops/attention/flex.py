@@ -27,8 +27,8 @@ _AUX_REQUEST: Any = getattr(torch.nn.attention.flex_attention, "AuxRequest", Non
 
 BLOCK = 128  # queries and keys of a block of the mask: flex_attention's default
 LARGEST_KEPT = 2**32
-"""Queries times keys of the largest mask that is kept: it takes 4 MB. Beside the attention of
-larger ones the time to make one is nothing, and 32 of them would take gigabytes."""
+"""Queries times keys of the largest mask that is kept, which takes 4 MB: 32 masks of sixteen times
+as many of both would take 32 GB."""
 Distance = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Takes a row of the batch, a query and a key."""
 

@@ -284,7 +284,7 @@ def _write(grid: Tensor, new: Tensor, places: Places) -> Tensor:
     N, P = grid.shape[1:3]
     slot = (places.chunk * P + places.offset).clamp(max=N * P - 1)  # beyond the room: see `step`
     slot = slot[..., None, None].expand_as(new)
-    flat, new = grid.view(len(grid), N * P, *new.shape[2:]), new.to(grid.dtype)
+    flat, new = grid.view(grid.shape[0], N * P, *new.shape[2:]), new.to(grid.dtype)
     if torch.is_grad_enabled():
         return flat.scatter(1, slot, new).view_as(grid)
     flat.scatter_(1, slot, new)
