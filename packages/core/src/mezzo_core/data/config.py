@@ -48,8 +48,8 @@ class DataConfig:
         tokenizer: "byte", a path, or "hub:NAME": see `load_tokenizer`.
         text_column: the field with the text, in all but .txt files.
         validation_fraction: share of the tokens that is held out, in whole documents; 1 leaves
-            nothing to train on. A stream holds out a fixed number of documents instead (see
-            `StreamedText`).
+            nothing to train on; a stream holds out its first documents, whatever this says. See
+            `StreamedText`.
         add_bos: let each document begin with the tokenizer's token for that, as Llama and Mistral
             know it.
         validation_source: another text to validate on; then nothing of `source` is held out.

@@ -107,12 +107,10 @@ def share_stream(
     """
     records = Records(text_column, skip_bad)
     found = _first_texts(dataset.take(VALIDATION_DOCUMENTS + 1), records, name)
-    is_whole = records.read <= VALIDATION_DOCUMENTS and _characters(found) < VALIDATION_CHARACTERS
-    held_out = max(len(found) // 10, 1) if is_whole else VALIDATION_DOCUMENTS
-    found = [(text, row) for text, row in found[:held_out] if row <= VALIDATION_DOCUMENTS]
+    has_more = records.read > VALIDATION_DOCUMENTS or _characters(found) >= VALIDATION_CHARACTERS
+    found = found[: VALIDATION_DOCUMENTS if has_more else max(len(found) // 10, 1)]
     validation = [text for text, _ in found]
-    count = found[-1][1] if found else records.read
-    mine, skipped = _share(dataset, count, rank, world_size)
+    mine, skipped = _share(dataset, found[-1][1] if found else 0, rank, world_size)
     return TextStream(
         name, mine, validation, text_column, rank, world_size, skip_bad, identity, skipped
     )
