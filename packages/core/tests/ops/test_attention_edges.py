@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from mezzo_core.ops.attention import attention
+from mezzo_core.ops.attention import attention, blocked
+from mezzo_core.ops.attention.request import Request
 from mezzo_core.positions import alibi_slopes
 from mezzo_core.testing import assert_close, grads
 
@@ -38,6 +39,32 @@ def test_slopes_of_another_precision_are_taken_as_they_are(impl, dtype):
     expected = by_hand(**wide, scale=8**-0.5, window_size=300, slopes=slopes.double())
     assert_close("out", out, expected, rtol=1e-5)
     assert lse is None or lse.dtype == torch.float32
+
+
+# --- Long rows ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_block_multiplies_no_keys_beyond_its_window(causal):
+    """Also where a state goes on: its keys lie in a ring, and hidden ones behind the others."""
+    T, W = 700, 100
+    inputs, _ = problem(B=1, T=T)
+    old = W  # tokens of the state
+    ring = torch.arange(old).roll(37)
+    order = torch.cat([ring, torch.arange(old, T), torch.arange(50)])
+    k_positions = torch.cat([order[:T], torch.full((50,), -1)])[None]
+    q = inputs["q"][:, old:]
+    k, v = (inputs[name][:, order] for name in "kv")
+    places = {"q_positions": torch.arange(old, T)[None], "k_positions": k_positions}
+    options = {"causal": causal, "window_size": W}
+    got = attention(q, k, v, **options, **places, impl="blocked").out
+    assert_close("out", got, attention(**inputs, **options).out[:, old:], rtol=1e-5)
+    request = Request(q, k, v, causal, W, None, 1.0, None, **places, return_lse=True)
+    read = [block.keys for block in blocked._blocks(request)]
+    assert read[0].start == 0
+    if causal:
+        assert all(keys.stop - keys.start <= W + blocked.BLOCK for keys in read[1:])
+    assert max(keys.stop for keys in read) == T
 
 
 # --- Any finite scale --------------------------------------------------------------------------

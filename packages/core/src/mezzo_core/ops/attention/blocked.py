@@ -200,14 +200,17 @@ def isolate_gradient(out: Tensor, r: Request) -> Tensor:
 
 def _blocks(r: Request) -> Iterator[_Block]:
     """Yield the blocks of queries that see any key, with their scores; masked scores are -inf."""
-    (_, T, HQ, _), (_, S, H, _) = r.q.shape, r.k.shape
+    _, T, HQ, _ = r.q.shape
+    H = r.k.shape[2]
     dtype = accumulation_dtype(r.q.dtype)
     interval = _interval(r)
     q_pos, k_pos = token_positions(r)
     lost_q, lost = lost_tokens(r.q), lost_tokens(r.k, r.v)
     for start in range(0, T, BLOCK):
-        queries, keys = slice(start, min(start + BLOCK, T)), slice(0, S)
-        if interval is not None:
+        queries = slice(start, min(start + BLOCK, T))
+        if interval is None:
+            keys = _seen_keys(r, q_pos[:, queries], k_pos)
+        else:
             # Both ends never decrease along the queries. So the block's keys go from the first
             # query's first key to the last query's last key.
             keys = slice(int(interval[0][start]), int(interval[1][queries.stop - 1]) + 1)
@@ -240,6 +243,17 @@ def _blocks(r: Request) -> Iterator[_Block]:
         block = _Block(queries, keys, q, k, v, scores, None if visible.all() else ~visible)
         block.hide(scores, float("-inf"))
         yield block
+
+
+def _seen_keys(r: Request, q_pos: Tensor, k_pos: Tensor) -> slice:
+    """Return from the first to the last key that any query of a block sees, in any order."""
+    seen = k_pos >= 0
+    if r.causal:
+        seen = seen & (k_pos <= q_pos.amax(1, keepdim=True))
+    if r.window_size is not None:
+        seen = seen & (k_pos > q_pos.amin(1, keepdim=True).clamp(min=0) - r.window_size)
+    places = seen.any(0).nonzero()
+    return slice(int(places[0]), int(places[-1]) + 1) if len(places) else slice(0, 0)
 
 
 def _interval(r: Request) -> tuple[Tensor, Tensor] | None:
