@@ -23,7 +23,6 @@ from mezzo_core.console import show
 from mezzo_core.errors import UserError, values_of_the_user
 from mezzo_core.generate_command import add_generate
 from mezzo_core.hub_commands import TaskOptions, add_hub_commands, measure_tasks
-from mezzo_core.lazy_commands import add_lazy_commands
 from mezzo_core.options import (
     AllowPackage,
     Data,
@@ -72,7 +71,8 @@ def make_app(paper: Paper) -> typer.Typer:
         _add_bench(app, paper.bench)
     if paper.reproduction is not None:
         _add_reproduce(app, paper.reproduction)
-    add_lazy_commands(app, paper.commands)
+    for name, command in paper.commands.items():
+        app.command(name)(command)
     return app
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mezzo_core.errors import UserError, nearest
-from mezzo_core.lazy_commands import LazyCommand
 from mezzo_core.recipe_table import RecipeRow, make_table, read_table
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ class Paper:
         reproduction: imports the paper's claims; None leaves `reproduce` out.
         layouts: by the names of other libraries, imports how these write the paper's models, for
             `export` and `import`.
-        commands: the package's own commands, by name.
+        commands: the package's own commands, by name; they import torch when they run.
     """
 
     command: str
@@ -61,7 +60,7 @@ class Paper:
     bench: Callable[[], Bench] | None = None
     reproduction: "Callable[[], Reproduction] | None" = None
     layouts: "Mapping[str, Callable[[], Layout]]" = field(default_factory=dict)
-    commands: Mapping[str, LazyCommand] = field(default_factory=dict)
+    commands: Mapping[str, Callable[..., None]] = field(default_factory=dict)
 
     def rows(self) -> list[RecipeRow]:
         """Return the table of the recipes."""

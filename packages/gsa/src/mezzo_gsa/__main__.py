@@ -14,7 +14,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line with these arguments (default: the process's own)."""
     try:
         from mezzo_core.cli import Demo, Paper, make_app, run
-        from mezzo_core.lazy_commands import LazyCommand
+
+        from mezzo_gsa.convert_command import convert_command
+        from mezzo_gsa.reproduction.mqar_command import mqar
     except ModuleNotFoundError as error:
         sys.exit(
             f"error: the commands need the package {error.name}: "
@@ -30,17 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         bench=partial(resolve_name, "mezzo_gsa.reproduction.speed:SPEEDS.bench"),
         reproduction=partial(resolve_name, "mezzo_gsa.reproduction.claims:REPRODUCTION"),
         layouts={"fla": partial(resolve_name, "mezzo_gsa.fla.layout:LAYOUT")},
-        commands={
-            "convert": LazyCommand(
-                "Turn a Transformer into an RNN that keeps its weights, to be fine-tuned.",
-                partial(resolve_name, "mezzo_gsa.convert_command:convert_command"),
-            ),
-            "mqar": LazyCommand(
-                "Train GSA and other mixers on multi-query associative recall (MQAR), and compare "
-                "them.",
-                partial(resolve_name, "mezzo_gsa.reproduction.mqar_command:mqar"),
-            ),
-        },
+        commands={"convert": convert_command, "mqar": mqar},
     )
     run(make_app(paper), arguments)
 

@@ -14,7 +14,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line with these arguments (default: the process's own)."""
     try:
         from mezzo_core.cli import Demo, Paper, make_app, run
-        from mezzo_core.lazy_commands import LazyCommand
+
+        from mezzo_recurrent_transformer.reproduction.synthetic_command import synthetic
     except ModuleNotFoundError as error:
         sys.exit(
             f"error: the commands need the package {error.name}: "
@@ -31,16 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         reproduction=partial(
             resolve_name, "mezzo_recurrent_transformer.reproduction.claims:REPRODUCTION"
         ),
-        commands={
-            "synthetic": LazyCommand(
-                "Train one recurrent layer and one Transformer layer on synthetic tasks, and "
-                "compare them.",
-                partial(
-                    resolve_name,
-                    "mezzo_recurrent_transformer.reproduction.synthetic_command:synthetic",
-                ),
-            )
-        },
+        commands={"synthetic": synthetic},
     )
     run(make_app(paper), arguments)
 
