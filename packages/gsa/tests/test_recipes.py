@@ -115,7 +115,8 @@ def test_hybrids_alternate_gsa_and_attention():
 
 def test_the_layers_of_hgrn2_learn_their_bounds_together():
     stack = RECIPES["2p7b_hgrn2"]().model.stack
-    assert stack == HGRN2StackConfig(32, HGRN2Config(128), MLPConfig("swiglu"))
+    mixer = HGRN2Config(128, norm_eps=128e-5)
+    assert stack == HGRN2StackConfig(32, mixer, MLPConfig("swiglu"))
 
 
 @pytest.mark.parametrize("architecture", SIZES["tiny"][1])

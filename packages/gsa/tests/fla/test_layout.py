@@ -8,6 +8,7 @@ import torch
 from mezzo_core.errors import UserError
 from mezzo_core.nn import AttentionConfig, LMConfig
 from mezzo_core.nn.mlp import MLPConfig
+from mezzo_core.nn.on_meta import on_meta
 from mezzo_core.testing import assert_close
 from mezzo_gsa import (
     ABCConfig,
@@ -19,6 +20,7 @@ from mezzo_gsa import (
     RetNetConfig,
 )
 from mezzo_gsa.fla import load_fla, to_fla
+from mezzo_gsa.recipes import recipe
 from safetensors.torch import load_file, save_file
 
 models = pytest.importorskip("fla.models", reason="flash-linear-attention is not installed")
@@ -158,15 +160,28 @@ SWIGLU = MLPConfig("swiglu", hidden=48)
         (LMConfig(19, 64, (HGRN2Config(32),), SWIGLU), "norm_eps = 1e-05: it must be 0.0003"),
         (LMConfig(19, 64, (HGRN2Config(32, 0.5, 32e-5),), SWIGLU), "lower_bound = 0.5"),
         (LMConfig(19, 64, (GSAConfig(), RetNetConfig()), SWIGLU), "all layers must be alike"),
-        (LMConfig(19, 64, (AttentionConfig(head_dim=16),), SWIGLU), "has no such Attention"),
+        (
+            LMConfig(19, 64, (AttentionConfig(head_dim=16),), SWIGLU),
+            "has no AttentionConfig: the layers must be GSAConfig",
+        ),
         (LMConfig(19, 64, (GSAConfig(),)), "kind swiglu, got gelu"),
-        (LMConfig(19, 64, (ABCConfig(),), SWIGLU), "has no such ABC"),
+        (
+            LMConfig(19, 64, (ABCConfig(),), SWIGLU),
+            "has no ABCConfig: the layers must be .* GatedABCConfig",
+        ),
         (LMConfig(19, 64, (GatedABCConfig(rope_base=5.0),), SWIGLU), "rope_base = 5.0.* 10000.0"),
     ],
 )
 def test_what_the_library_lacks_is_one_line(config, words):
     with pytest.raises(UserError, match=words):
         to_fla(config, config.build().state_dict())
+
+
+@pytest.mark.parametrize("architecture", ["gsa", "gla", "hgrn2", "retnet"])
+def test_recipes_of_its_kinds_are_written(architecture):
+    """Or a user learns after the training that the model cannot leave."""
+    config = recipe("tiny", architecture).model
+    to_fla(config, on_meta(config).state_dict())
 
 
 def test_a_stack_of_ours_is_written(tmp_path):

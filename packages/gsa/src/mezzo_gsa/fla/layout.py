@@ -105,8 +105,8 @@ def to_fla(
     name = _KIND_OF.get(type(mixer))
     if name is None:
         raise UserError(
-            f"flash-linear-attention has no such {type(mixer).__name__.removesuffix('Config')}: "
-            f"the layers must be {', '.join(KINDS)}"
+            f"flash-linear-attention has no {type(mixer).__name__}: the layers must be "
+            + ", ".join(kind.__name__ for kind in _KIND_OF)
         )
     if mlp.kind != "swiglu":
         raise UserError(f"flash-linear-attention has MLPs of kind swiglu, got {mlp.kind}")
