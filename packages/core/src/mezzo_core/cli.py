@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from mezzo_core import __version__
 from mezzo_core.console import show
@@ -42,6 +43,7 @@ from mezzo_core.paper import Paper as Paper
 from mezzo_core.paths import check_writable, expanded
 from mezzo_core.recipe_commands import add_recipe_commands
 from mezzo_core.train.command import make_command
+from mezzo_core.train.stopping import StoppedError
 
 if TYPE_CHECKING:
     from mezzo_core.reproduction.reproduce import Reproduction
@@ -51,9 +53,21 @@ if TYPE_CHECKING:
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 
+class _Commands(TyperGroup):
+    """Says where a training stands that Ctrl-C or SIGTERM has ended, in whatever command."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except StoppedError as stop:
+            show(str(stop), Console(stderr=True))
+            raise typer.Exit(stop.exit_code) from None
+
+
 def make_app(paper: Paper) -> typer.Typer:
     """Build the command line of one package."""
     app = typer.Typer(
+        cls=_Commands,
         name=paper.command,
         no_args_is_help=True,
         rich_markup_mode="markdown",

@@ -1,12 +1,14 @@
 """The command line of an experiment: what it selects, and mistakes in one line."""
 
 import re
+import signal
 
 import pytest
 import torch
 from mezzo_core.errors import UserError
 from mezzo_core.reproduction import Cell, run_script
 from mezzo_core.reproduction.runner import Job
+from mezzo_core.train.stopping import StoppedError
 
 MODELS = ("RNN", "RAT(L=16)", "Attention")
 
@@ -51,6 +53,15 @@ def test_of_a_job_of_several_models_those_are_measured_that_are_named(run, named
 
     words = ["--models", *named] if named else []
     assert run("--dry-run", *words, measure=measure)[0] == 0
+
+
+def stopped(options):
+    raise StoppedError(signal.SIGTERM, "after step 3 of 9")
+
+
+def test_a_training_that_is_stopped_is_one_line(run, capsys):
+    assert run("--dry-run", measure=stopped) == (143, [])
+    assert capsys.readouterr().err == "stopped by SIGTERM after step 3 of 9\n"
 
 
 def mistaken(options):

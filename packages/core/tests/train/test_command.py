@@ -11,6 +11,7 @@ import torch
 from mezzo_core import cli
 from mezzo_core.testing.laws import LAWS
 from mezzo_core.train.log import RunLog
+from mezzo_core.train.stopping import StoppedError
 
 
 @pytest.fixture
@@ -58,6 +59,17 @@ def test_a_stopped_command_says_where_and_leaves_with_its_code(
     assert str(tmp_path / "run" / "checkpoints" / "step-1") in err
     monkeypatch.undo()
     assert command("--out", tmp_path / "run", "--quiet")[0] == 0
+
+
+def test_a_package_s_own_command_says_where_its_training_was_stopped(capsys):
+    def sweep():
+        raise StoppedError(signal.SIGINT, "after step 3 of 9")
+
+    paper = cli.Paper("mezzo-x", "A paper.", "0.1.0", dict, commands={"sweep": sweep})
+    with pytest.raises(SystemExit) as end:
+        cli.run(cli.make_app(paper), ["sweep"])
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "stopped by Ctrl-C after step 3 of 9\n"
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,7 @@ def test_what_differs_is_shortened(tiny, tmp_path):
 
 def test_a_file_in_the_place_of_the_folder_is_one_line(tiny, tmp_path):
     (tmp_path / "run").write_text("a file")
-    assert f"cannot keep a run in {tmp_path / 'run'}: File exists" in refused(
+    assert f"cannot keep a run in {tmp_path / 'run'}: it is no folder" in refused(
         tiny(), tmp_path / "run"
     )
 

@@ -19,6 +19,7 @@ from mezzo_core.errors import UserError, nearest, printable
 from mezzo_core.reproduction.origin import origin
 from mezzo_core.reproduction.result_file import Header, Result, say
 from mezzo_core.reproduction.runner import Job, fill
+from mezzo_core.train.stopping import StoppedError
 
 if TYPE_CHECKING:
     from mezzo_core.data import DataConfig
@@ -108,7 +109,8 @@ def run_script(
             cannot.
 
     Returns:
-        The exit code: 0, or 2 after a mistake that the user can mend, which is told in one line.
+        The exit code: 0, 2 after a mistake that the user can mend, 130 or 143 where Ctrl-C or
+        SIGTERM ended a training. One line tells of it.
     """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     add = parser.add_argument
@@ -141,4 +143,7 @@ def run_script(
     except UserError as error:
         sys.stderr.write(f"error: {printable(str(error))}\n")
         return 2
+    except StoppedError as stop:
+        sys.stderr.write(f"{printable(str(stop))}\n")
+        return stop.exit_code
     return 0

@@ -164,7 +164,8 @@ def _explained(out: Path) -> Iterator[None]:
     except Timeout:  # an OSError too, but it means that another run has the lock
         raise
     except OSError as error:
-        raise UserError(f"cannot keep a run in {out}: {in_words(error)}") from error
+        why = "it is no folder" if out.is_file() else in_words(error)
+        raise UserError(f"cannot keep a run in {out}: {why}") from error
 
 
 def _sign(path: Path) -> None:
