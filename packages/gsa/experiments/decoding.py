@@ -126,7 +126,7 @@ def time_all(
     else:
         rows = BATCH[column]
         prompts = [tokens[:128] for tokens in texts[: max(rows, LEAST_PROMPTS)]]
-        ways = assisted(large, small, prompts, rows, 6 if options.dry_run else 512)
+        ways = assisted(large, small, prompts, rows, 2 if options.dry_run else 512)
     expected = next(iter(ways.values()))()
     if column != MANY:
         details = details | {"agreement": agreement(small, prompts, expected)}

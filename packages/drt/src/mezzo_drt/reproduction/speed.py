@@ -91,13 +91,16 @@ DRY = Sizes(
 
 def inference(sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
     """List Table 3: the time of a token and the state's memory, with and without offload."""
+    how, where = "by CUDA graphs that were captured before", " on the GPU"
+    if sizes.device == "cpu":
+        prompts = " and ".join(map(str, sizes.prompts.values()))
+        how, where = f"after prompts of {prompts} tokens, on a CPU", ""
     header = {
         "title": "Decoding after a prompt (Table 3)",
         "setting": f"models of the size {sizes.size}, random weights, {sizes.dtype}, one "
-        f"sequence: ms of a token, the mean over {sizes.new_tokens} greedy ones by CUDA graphs "
-        "that were captured before, landmarks included; GB of the state on the GPU, without "
-        f"weights; {PASSES} passes, one after another; {PLAIN} has nothing to offload and is "
-        "measured for both",
+        f"sequence: ms of a token, the mean over {sizes.new_tokens} greedy ones {how}, landmarks "
+        f"included; GB of the state{where}, without weights; {PASSES} passes, one after another; "
+        f"{PLAIN} has nothing to offload and is measured for both",
         "unit": "ms, GB",
     }
     jobs = [
