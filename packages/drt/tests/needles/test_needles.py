@@ -66,7 +66,6 @@ def test_a_row_reads_as_its_parts_between_text():
     inputs, targets = row.segment(3, 9)
     assert inputs.tolist() == expected[3:9]
     assert targets.tolist() == [NO, -4, -5, NO, NO, NO]
-    assert row.segment(3, 9, asks_text=True)[1].tolist() == expected[4:10]
 
 
 def test_a_passkey_row_says_the_key_and_asks_for_it():
@@ -115,20 +114,6 @@ def test_a_path_of_two_hops_can_be_followed_through_the_text():
         assert row.answer == range(question + 25, question + 37)
         orders.add(list(said).index(start) < list(said).index(middle))
     assert orders == {False, True}, "needles stand in any order"
-
-
-def test_in_a_pause_text_stands_between_the_question_and_its_answer():
-    plain, paused = (replace(TASKS["2-hop"], pause=pause) for pause in (0, 2))
-    row = paused.build(T, None).row(0, is_test=True)
-    *needles, (asked, question), (cue_place, cue) = row.parts
-    assert (asked + len(question), cue_place) == (448 - 2 * L, 448)
-    assert len(needles) == 4
-    assert bytes(question[:15].astype(np.uint8)) == b"\nThe path from "
-    assert row.answer == plain.build(T, None).row(0, is_test=True).answer
-    inserted = sum(len(part) for _, part in row.parts[:-1])
-    text = row.text.read(row.start + cue_place - inserted - 2 * L, 2 * L)
-    assert row.tokens(cue_place - 2 * L, cue_place).tolist() == text.tolist()
-    assert row.tokens(cue_place, cue_place + 5).tolist() == cue[:5].tolist() == list(b" is: ")
 
 
 def test_more_hops_and_more_noise_are_more_needles():
@@ -202,13 +187,6 @@ def test_segments_joined_are_the_whole_rows(data, size):
         assert torch.equal(torch.cat([part.targets for part in parts], 1), batch.targets)
 
 
-def test_training_may_ask_for_the_text_too(task):
-    data = replace(task, targets="text").build(T, None)
-    tokens, targets, *_ = data.train_batch(0, 2)
-    assert torch.equal(tokens[:, 1:], targets[:, :-1])
-    assert (next(data.validation_batches(1)).targets == NO).any()
-
-
 def test_a_row_of_16_million_tokens_is_never_in_memory(task):
     num_tokens = 2**24
     data = task.build(num_tokens, None)
@@ -241,15 +219,12 @@ def test_each_field_replaced_is_named_or_gives_rows(task):
         (lambda: PasskeyConfig(depth=1.5), "depth must be from 0 to 1, got 1.5"),
         (lambda: PasskeyConfig(key_tokens=0), "key_tokens must be from 1 to 1000, got 0"),
         (lambda: HopsConfig(num_hops=0), "num_hops must be from 1 to 1000, got 0"),
-        (lambda: HopsConfig(pause=-1), "pause must be from 0 to 1000, got -1"),
-        (lambda: HopsConfig(pause=9).build(T, None), "seq_len must be at least 720 .* got 511"),
         (lambda: HopsConfig(test_rows=0), "test_rows must be at least 1, got 0"),
         (lambda: PasskeyConfig(text=DataConfig(streaming=True)), "text must be tokenized before"),
         (
             lambda: HopsConfig(text=DataConfig(mask_documents=True)),
             "text must be .* read across its documents .mask_documents=False.",
         ),
-        (lambda: PasskeyConfig(targets="all"), "targets must be one of"),
         (lambda: PasskeyConfig().build(511.5, None), "seq_len must be an int, got 511.5"),
         (lambda: HopsConfig().build("511", None), "seq_len must be an int, got '511'"),
         (lambda: PasskeyConfig().build(76, None), "seq_len must be at least 77 .* got 76"),

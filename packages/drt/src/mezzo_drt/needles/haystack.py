@@ -65,16 +65,14 @@ class Row(NamedTuple):
             pieces.append(self.text.read(self.start + place - inserted, end - place))
         return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
 
-    def segment(self, begin: int, end: int, *, asks_text: bool = False) -> tuple[Tokens, Tokens]:
+    def segment(self, begin: int, end: int) -> tuple[Tokens, Tokens]:
         """Return inputs and targets of places `begin` to before `end`, (end - begin,) each.
 
-        The targets are the answer's tokens, each at the place before its own; with `asks_text` all
-        next tokens.
+        The targets are the answer's tokens, each at the place before its own.
         """
         tokens = self.tokens(begin, end + 1)
         inputs, targets = tokens[:-1], tokens[1:].copy()
-        if not asks_text:
-            places = np.arange(begin + 1, end + 1)
-            is_asked = (places >= self.answer.start) & (places < self.answer.stop)
-            targets[~is_asked] = NO_TARGET
+        places = np.arange(begin + 1, end + 1)
+        is_asked = (places >= self.answer.start) & (places < self.answer.stop)
+        targets[~is_asked] = NO_TARGET
         return inputs, targets

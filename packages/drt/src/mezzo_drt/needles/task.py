@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -77,11 +77,6 @@ class AbstractNeedleConfig(ABC):
     Attributes:
         text: the text around the needles. Its held-out part is that of the test rows.
         chunk_size: L; the cue begins at a multiple of it.
-        pause: chunks of text between question and cue; the paper has none. A chunk's landmark reads
-            what the landmark before it has chosen (equation 2). So only behind a pause can what a
-            landmark chooses depend on what the landmark behind the question has brought.
-        targets: what is asked for in training: the "answer" alone, or the row's whole "text". Test
-            rows only ask for the answer.
         test_rows: the validation part.
         seed: of the rows. Row i depends on the seed, on its part (training or test), on i and on
             the length of the rows.
@@ -92,8 +87,6 @@ class AbstractNeedleConfig(ABC):
 
     text: DataConfig = field(default_factory=DataConfig)
     chunk_size: int = 64
-    pause: int = 0
-    targets: Literal["answer", "text"] = "answer"
     test_rows: int = 100
     seed: int = 0
 
@@ -107,7 +100,6 @@ class AbstractNeedleConfig(ABC):
                 "across its documents (mask_documents=False, add_bos=False)",
             ),
             "chunk_size": (self.chunk_size >= 1, "at least 1"),
-            "pause": (0 <= self.pause <= 1000, "from 0 to 1000"),
             "test_rows": (self.test_rows >= 1, "at least 1"),
             "seed": (self.seed >= 0, "0 or more"),
             **self.limits(),
@@ -196,7 +188,7 @@ class NeedleData(BatchSource):
         L = config.chunk_size
         # T + 1 tokens are read: the last one is a target alone.
         self._cue_place = max(seq_len + 1 - behind, 0) // L * L
-        before = sum(map(len, riddle.needles)) + len(riddle.question) + config.pause * L
+        before = sum(map(len, riddle.needles)) + len(riddle.question)
         self._room = self._cue_place - before
         if self._room < 0:
             least = -(-before // L) * L + behind - 1
@@ -223,8 +215,7 @@ class NeedleData(BatchSource):
         for i in np.argsort(places, kind="stable"):
             parts.append((int(places[i]) + inserted, riddle.needles[i]))
             inserted += len(riddle.needles[i])
-        asked = self._cue_place - self._config.pause * self._config.chunk_size
-        parts.append((asked - len(riddle.question), riddle.question))
+        parts.append((self._cue_place - len(riddle.question), riddle.question))
         parts.append((self._cue_place, np.concatenate([riddle.cue, riddle.answer])))
         answer = self._cue_place + len(riddle.cue)
         return Row(text, start, tuple(parts), range(answer, answer + len(riddle.answer)))
@@ -240,7 +231,7 @@ class NeedleData(BatchSource):
             raise ValueError(f"step must be 0 or more, got {step}")
         first = step * batch_size
         rows = [self.row(i, is_test=False) for i in range(first, first + batch_size)]
-        return _batch(rows, 0, self.seq_len, asks_text=self._config.targets == "text")
+        return _batch(rows, 0, self.seq_len)
 
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield the test rows, whole; rows of zeros without targets complete the last batch."""
@@ -277,7 +268,7 @@ class NeedleData(BatchSource):
             )
 
 
-def _batch(rows: Sequence[Row], begin: int, end: int, *, asks_text: bool = False) -> Batch:
+def _batch(rows: Sequence[Row], begin: int, end: int) -> Batch:
     """Return places `begin` to before `end` of some rows."""
-    parts = [row.segment(begin, end, asks_text=asks_text) for row in rows]
+    parts = [row.segment(begin, end) for row in rows]
     return Batch(*(torch.from_numpy(np.stack(part)) for part in zip(*parts, strict=True)))
