@@ -12,19 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from mezzo_core.config_json import MARKER
-from mezzo_core.nn import AttentionConfig
-from mezzo_core.ops.attention import attention
-from mezzo_core.ops.linear_cross_entropy import linear_cross_entropy
-from mezzo_core.ops.scan import linear_scan
 from mezzo_gsa.__main__ import main as gsa_main
-from mezzo_gsa.abc import ABCConfig
-from mezzo_gsa.gsa import GSAConfig
-from mezzo_gsa.hgrn2 import HGRN2Config
-from mezzo_gsa.ops.gla import chunk_gla
-from mezzo_gsa.ops.gsa import chunk_gsa
-from mezzo_rat import RATConfig
 from mezzo_rat.__main__ import main
-from mezzo_rat.ops.rat_attention import chunk_rat_attention
 from safetensors.torch import load_file, save_file
 
 
@@ -436,79 +425,3 @@ def test_a_command_of_gsa_answers_a_mistake_in_one_line(capsys, tmp_path, name):
     line = rejected(capsys, *given, "--out", tmp_path / "out", main=gsa_main)
     assert (folder if word == "FOLDER" else word) in line
     assert not (tmp_path / "out").exists()
-
-
-Q = torch.randn(1, 6, 2, 4)
-V = torch.randn(1, 6, 4, 4)
-GATE = torch.rand(1, 6, 4, 4)
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        pytest.param(lambda: linear_scan(Q, Q[0]), "x", id="scan-rank"),
-        pytest.param(lambda: linear_scan(Q, Q, chunk_size=0), "chunk_size", id="scan-chunk-0"),
-        pytest.param(lambda: linear_scan(Q, Q.long()), "x", id="scan-dtype"),
-        pytest.param(
-            lambda: linear_scan(Q, Q, cu_seqlens=torch.tensor([0, 4, 3, 6])),
-            "cu_seqlens",
-            id="scan-borders-decrease",
-        ),
-        pytest.param(
-            lambda: linear_scan(Q, Q, cu_seqlens=torch.tensor([0, 5])),
-            "cu_seqlens",
-            id="scan-borders-end",
-        ),
-        pytest.param(lambda: linear_scan(Q, Q.to("meta")), "meta", id="scan-device"),
-        pytest.param(lambda: linear_scan(Q, Q, impl="cuda"), "impl", id="scan-impl"),
-        pytest.param(lambda: attention(Q, V[..., :2], V), "k", id="attention-width"),
-        pytest.param(lambda: attention(V[:, :, :3], Q, Q), "heads", id="attention-groups"),
-        pytest.param(lambda: attention(Q, Q, Q, window_size=0), "window_size", id="window-0"),
-        pytest.param(
-            lambda: linear_cross_entropy(Q[0, 0], Q[0, 0], torch.tensor([0, 9])),
-            "targets must be",
-            id="head-beyond-the-vocabulary",
-        ),
-        pytest.param(
-            lambda: chunk_rat_attention(Q, Q, V, GATE, chunk_size=0), "chunk_size", id="rat-chunk-0"
-        ),
-        pytest.param(
-            lambda: chunk_rat_attention(Q, Q[:, :4], V, GATE, chunk_size=2), "k", id="rat-q-and-k"
-        ),
-        pytest.param(
-            lambda: chunk_rat_attention(Q, Q, V, GATE[..., :2], chunk_size=2), "g", id="rat-gate"
-        ),
-        pytest.param(
-            lambda: chunk_rat_attention(Q, Q, V, GATE, chunk_size=2, impl="triton"),
-            "triton",
-            id="rat-no-kernel",
-        ),
-        pytest.param(lambda: RATConfig(head_dim=7).build(16), "head_dim", id="rat-head-width"),
-        pytest.param(lambda: chunk_gsa(Q, Q, Q), "g or s", id="gsa-no-gate"),
-        pytest.param(lambda: chunk_gsa(Q, Q, Q, GATE), "g", id="gsa-gate-heads"),
-        pytest.param(
-            lambda: chunk_gsa(Q, Q, Q, GATE[:, :, :2], between="max"), "between", id="gsa-between"
-        ),
-        pytest.param(lambda: chunk_gla(Q, Q[:, :4], Q, Q), "k", id="gla-q-and-k"),
-        pytest.param(lambda: GSAConfig(num_heads=3).build(16), "num_heads", id="gsa-heads"),
-        pytest.param(lambda: GSAConfig(num_slots=0).build(16), "num_slots", id="gsa-slots"),
-        pytest.param(lambda: ABCConfig(reading="book").build(16), "reading", id="abc-reading"),
-        pytest.param(lambda: HGRN2Config(8, 1.0).build(16), "lower_bound", id="hgrn2-bound"),
-        pytest.param(
-            lambda: GSAConfig(num_heads=2).build(16)(torch.randn(1, 4, 8)), "x must", id="gsa-input"
-        ),
-        pytest.param(
-            lambda: AttentionConfig(head_dim=16, num_kv_heads=3).build(64),
-            "num_kv_heads",
-            id="attention-kv-heads",
-        ),
-        pytest.param(
-            lambda: RATConfig(head_dim=8).build(16)(torch.randn(1, 4, 8)), "x must", id="rat-input"
-        ),
-    ],
-)
-def test_an_op_or_mixer_names_the_argument(call, words):
-    with pytest.raises((ValueError, TypeError)) as error:
-        call()
-    assert words in str(error.value)
-    assert "\n" not in str(error.value)
