@@ -60,7 +60,10 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except StoppedError as stop:
-            show(str(stop), Console(stderr=True))
+            from mezzo_core.train.distributed import launched_place
+
+            if launched_place().rank == 0:  # of torchrun's processes one speaks
+                show(str(stop), Console(stderr=True))
             raise typer.Exit(stop.exit_code) from None
 
 

@@ -245,9 +245,8 @@ def test_what_differs_is_shortened(tiny, tmp_path):
 
 def test_a_file_in_the_place_of_the_folder_is_one_line(tiny, tmp_path):
     (tmp_path / "run").write_text("a file")
-    assert f"cannot keep a run in {tmp_path / 'run'}: it is no folder" in refused(
-        tiny(), tmp_path / "run"
-    )
+    out = tmp_path / "run"
+    assert f"{out} cannot be written: {out} is no folder" in refused(tiny(), out)
 
 
 def test_a_full_disk_at_the_start_names_the_file(tiny, tmp_path, monkeypatch):

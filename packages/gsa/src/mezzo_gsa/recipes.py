@@ -67,7 +67,8 @@ class Hyperparameters(AbstractHyperparameters):
         return AttentionConfig(head_dim=self.attention_width)
 
 
-# Each architecture is a tuple of mixers that repeats through the depth.
+# Each architecture is a tuple of mixers that repeats through the depth. The epsilons of GLA, HGRN2
+# and RetNet are those of flash-linear-attention's models, so that they can be written as these.
 ARCHITECTURES: Mapping[str, Callable[[Hyperparameters], tuple[MixerConfig, ...]]] = {
     "gsa": lambda s: (s.gsa(),),
     "gsa_m32": lambda s: (s.gsa(32),),

@@ -18,6 +18,7 @@ from mezzo_core.data import SourceConfig
 from mezzo_core.data.texts import TextConfig
 from mezzo_core.errors import UserError
 from mezzo_core.files import acquire, read_json, write_whole
+from mezzo_core.paths import check_writable
 from mezzo_core.train.config import TrainConfig
 
 # Fields that may change when a run is resumed: its length, its logging, and how it is computed.
@@ -100,6 +101,7 @@ def hold_folder(out: Path) -> Iterator[None]:
         UserError: if another run has locked the folder, or it cannot be created.
     """
     path = out / _LOCK
+    check_writable(out, is_folder=True)
     with _explained(out):
         out.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path, timeout=0)
@@ -164,8 +166,7 @@ def _explained(out: Path) -> Iterator[None]:
     except Timeout:  # an OSError too, but it means that another run has the lock
         raise
     except OSError as error:
-        why = "it is no folder" if out.is_file() else in_words(error)
-        raise UserError(f"cannot keep a run in {out}: {why}") from error
+        raise UserError(f"cannot keep a run in {out}: {in_words(error)}") from error
 
 
 def _sign(path: Path) -> None:

@@ -5,9 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import typer
-from rich.console import Console
-
 from mezzo_core.config_json import from_json
 from mezzo_core.console import show
 from mezzo_core.data import AnswersConfig
@@ -21,7 +18,6 @@ from mezzo_core.train.distributed import launched_place
 from mezzo_core.train.flags import FLAGS, apply_flags, with_flags
 from mezzo_core.train.loop import train
 from mezzo_core.train.settings import apply_settings
-from mezzo_core.train.stopping import StoppedError
 
 
 def configure(
@@ -109,17 +105,13 @@ def run_recipe(config: TrainConfig, out: Path, fresh: bool, new_data: bool, quie
 
     Raises:
         UserError: as `train` does, with the flags of the fields that are named.
-        typer.Exit: if the user stops it.
+        StoppedError: as `train` does.
     """
-    is_first = launched_place().rank == 0  # only one of torchrun's processes prints results
     try:
         result = train(config, out, resume=not fresh, new_data=new_data, quiet=quiet)
-    except StoppedError as stop:
-        if is_first:
-            show(f"{config.name}: {stop}", Console(stderr=True))
-        raise typer.Exit(stop.exit_code) from None
     except UserError as error:
         raise UserError(with_flags(str(error))) from error
+    is_first = launched_place().rank == 0  # only one of torchrun's processes prints results
     if is_first and result.val_perplexity is not None:
         show(
             f"{config.name}: validation perplexity {result.val_perplexity:.3f} after "
