@@ -181,3 +181,11 @@ def test_memory_holds_few_logits():
     before = torch.cuda.memory_allocated()
     linear_cross_entropy(x, w, targets).loss.backward()
     assert torch.cuda.max_memory_allocated() - before < 2 * chunked.CHUNK_BYTES  # all: 1.6 GB
+
+
+@pytest.mark.parametrize("target", [61, -1])
+def test_a_target_beyond_the_vocabulary_is_named(target):
+    x, w, targets = (tensor.cpu() for tensor in inputs(37, 8, 61))
+    targets[5] = target
+    with pytest.raises(ValueError, match=rf"targets must be in \[0, 61\) or .*, got {target}"):
+        linear_cross_entropy(x, w, targets)
