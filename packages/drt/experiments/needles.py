@@ -106,7 +106,7 @@ class Sizes:
 
 
 LONG_ROWS = Stage(
-    PasskeyConfig(), seq_len=131_072, batch_size=1, steps=1600, lr=5e-4, gumbel_noise=False
+    PasskeyConfig(), seq_len=131_072, batch_size=1, steps=2400, lr=5e-4, gumbel_noise=False
 )
 """Among 2,048 chunks the noise alone would choose most of what is read. Without it a row brings the
 chunks of its text that fit best, and the model learns to tell them apart from the needles, whose
@@ -135,15 +135,6 @@ FULL = Sizes(
             # retrieval learns from such a chunk only in a row that holds it, so many rows are long.
             Stage(PasskeyConfig(), seq_len=16384, batch_size=8, steps=800, lr=5e-4),
             LONG_ROWS,
-            # Long rows have one answer a step. At the end keys are learned from eight a step again.
-            Stage(
-                PasskeyConfig(),
-                seq_len=16384,
-                batch_size=8,
-                steps=400,
-                lr=2e-4,
-                gumbel_noise=False,
-            ),
         ),
         TWO_HOP: (
             Stage(TWO_PATHS, seq_len=1024, batch_size=64, steps=800, lr=1e-3, until=0.99),

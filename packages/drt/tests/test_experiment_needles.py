@@ -89,5 +89,5 @@ def test_stages_follow_one_another():
     assert {config.data.text.source for config in runs.values()} == {"texts"}
     assert {config.data.chunk_size for config in runs.values()} == {64}
     landmark = [*needles.runs_of(PASSKEY, LANDMARK, 0, needles.FULL, options).values()]
-    assert [config.seq_len for config in landmark] == [512, *[768] * 5]
+    assert [config.seq_len for config in landmark] == [512, *[768] * 4]
     assert {config.batch_size for config in landmark} == {16}, "short rows, so more of them"
