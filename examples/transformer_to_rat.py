@@ -24,7 +24,7 @@ TRANSFORMER = TrainConfig(
 )
 
 
-def rat(attention: AttentionConfig, num_heads: int) -> RATConfig:
+def rat(attention: AttentionConfig, model: LMConfig) -> RATConfig:
     """Return the layer that takes the place of an attention layer."""
     return RATConfig(chunk_size=4, head_dim=attention.head_dim, num_groups=None)
 

@@ -47,7 +47,7 @@ class GLAConfig:
     """Applied to queries and keys."""
     output_gate: bool = True
     """Whether the normalized output is multiplied by a swish gate."""
-    norm_eps: float = 1e-5
+    norm_eps: float = 1e-6
 
     def build(self, d_model: int) -> "GLA":
         """Build the mixer.

@@ -67,8 +67,8 @@ class Hyperparameters(AbstractHyperparameters):
         return AttentionConfig(head_dim=self.attention_width)
 
 
-# Each architecture is a tuple of mixers that repeats through the depth. The epsilons of GLA, HGRN2
-# and RetNet are those of flash-linear-attention's models, so that they can be written as these.
+# Each architecture is a tuple of mixers that repeats through the depth. HGRN2's epsilon is that
+# of flash-linear-attention's models, so that it can be written as one.
 ARCHITECTURES: Mapping[str, Callable[[Hyperparameters], tuple[MixerConfig, ...]]] = {
     "gsa": lambda s: (s.gsa(),),
     "gsa_m32": lambda s: (s.gsa(32),),
@@ -81,9 +81,9 @@ ARCHITECTURES: Mapping[str, Callable[[Hyperparameters], tuple[MixerConfig, ...]]
     "gsa_between_relu_squared": lambda s: (replace(s.gsa(), between="relu_squared"),),
     "abc": lambda s: (ABCConfig(num_heads=s.num_heads, num_slots=s.num_slots),),
     "abc_code": lambda s: (ABCConfig(s.num_heads, s.num_slots, reading="code", scaled=True),),
-    "gla": lambda s: (GLAConfig(num_heads=s.d_model // (2 * s.key_width), norm_eps=1e-6),),
+    "gla": lambda s: (GLAConfig(num_heads=s.d_model // (2 * s.key_width)),),
     "hgrn2": lambda s: (HGRN2Config(s.hgrn2_width, norm_eps=1e-5 * s.hgrn2_width),),
-    "retnet": lambda s: (RetNetConfig(num_heads=s.d_model // s.key_width, norm_eps=1e-6),),
+    "retnet": lambda s: (RetNetConfig(num_heads=s.d_model // s.key_width),),
     "mamba": lambda s: (MambaConfig(),),
     "attention": lambda s: (s.attention(),),
     "gsa_attention": lambda s: (s.gsa(), s.attention()),

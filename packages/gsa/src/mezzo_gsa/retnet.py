@@ -46,7 +46,7 @@ class RetNetConfig:
     output_gate: bool = True
     """Whether the normalized output is multiplied by a swish gate."""
     rope_base: float = 10_000.0
-    norm_eps: float = 1e-5
+    norm_eps: float = 1e-6
 
     def build(self, d_model: int) -> "RetNet":
         """Build the mixer.

@@ -209,8 +209,8 @@ def test_a_llama_becomes_a_model_that_reads_and_learns(llama, checkpoint, target
 def test_a_target_of_ones_own_is_taken(transformer):
     config, weights = transformer
 
-    def make(attention, num_heads):
-        return GSAConfig(num_heads, attention.num_kv_heads, num_slots=16, feature_map="none")
+    def make(attention, model):
+        return GSAConfig(HQ, attention.num_kv_heads, num_slots=16, feature_map="none")
 
     new_config, new = convert(config, weights, make)
     assert new_config.mixers == (GSAConfig(4, 2, num_slots=16, feature_map="none"),) * 2
@@ -220,8 +220,8 @@ def test_a_target_of_ones_own_is_taken(transformer):
 def test_widths_that_do_not_fit_are_refused_in_one_line(transformer):
     config, weights = transformer
 
-    def narrow(attention, num_heads):
-        return GLAConfig(num_heads, attention.num_kv_heads, expand_k=0.5)
+    def narrow(attention, model):
+        return GLAConfig(HQ, attention.num_kv_heads, expand_k=0.5)
 
     with pytest.raises(
         UserError,
@@ -229,8 +229,8 @@ def test_widths_that_do_not_fit_are_refused_in_one_line(transformer):
     ):
         convert(config, weights, narrow)
 
-    def fewer_groups(attention, num_heads):
-        return GSAConfig(num_heads, 1)
+    def fewer_groups(attention, model):
+        return GSAConfig(HQ, 1)
 
     with pytest.raises(
         UserError,
@@ -243,7 +243,7 @@ def test_layers_that_have_no_keys_are_refused_in_one_line(transformer):
     with pytest.raises(
         UserError, match="HGRN2Config cannot be made of attention: its mixer has no"
     ):
-        convert(*transformer, lambda attention, num_heads: HGRN2Config(D))
+        convert(*transformer, lambda attention, model: HGRN2Config(D))
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,7 @@ def test_weights_keep_their_dtype(llama, checkpoint):
     [
         ({"model_type": "gpt2"}, "must be llama or mistral or qwen2 or qwen3, got 'gpt2'"),
         ({"model_type": ...}, "model_type must be llama .* got None"),
+        ({"model_type": "mezzo"}, "got 'mezzo': make it a run first, by import"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "RoPE.*linear"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "RoPE.*llama3"),

@@ -19,6 +19,7 @@ from mezzo_gsa import (
     HGRN2StackConfig,
     RetNetConfig,
 )
+from mezzo_gsa.convert import TARGETS, convert_config
 from mezzo_gsa.fla import load_fla, to_fla
 from mezzo_gsa.recipes import recipe
 from safetensors.torch import load_file, save_file
@@ -156,7 +157,7 @@ SWIGLU = MLPConfig("swiglu", hidden=48)
         (LMConfig(19, 64, (GSAConfig(between="relu"),), SWIGLU), "between = 'relu'.*be 'softmax'"),
         (LMConfig(19, 64, (GSAConfig(gate_spans=(2, 9)),), SWIGLU), "gate_spans"),
         (LMConfig(19, 64, (GLAConfig(gate_rank=8),), SWIGLU), "gate_rank = 8: it must be 16"),
-        (LMConfig(19, 64, (GLAConfig(),), SWIGLU), "one norm_eps .* 1e-06 for blocks, 1e-05"),
+        (LMConfig(19, 64, (GLAConfig(norm_eps=1e-5),), SWIGLU), "one norm_eps .* 1e-06 .* 1e-05"),
         (LMConfig(19, 64, (HGRN2Config(32),), SWIGLU), "norm_eps = 1e-05: it must be 0.0003"),
         (LMConfig(19, 64, (HGRN2Config(32, 0.5, 32e-5),), SWIGLU), "lower_bound = 0.5"),
         (LMConfig(19, 64, (GSAConfig(), RetNetConfig()), SWIGLU), "all layers must be alike"),
@@ -182,6 +183,15 @@ def test_recipes_of_its_kinds_are_written(architecture):
     """Or a user learns after the training that the model cannot leave."""
     config = recipe("tiny", architecture).model
     to_fla(config, on_meta(config).state_dict())
+
+
+@pytest.mark.parametrize("target", ["gla", "retnet"])
+def test_a_transformer_that_was_converted_is_written(target):
+    """Its norms have one epsilon, that of the Transformer."""
+    attention = AttentionConfig(head_dim=16, rope_base=10_000.0)
+    config = LMConfig(19, 64, (attention,), SWIGLU, norm_eps=1e-4)
+    new_config = convert_config(config, TARGETS[target])
+    to_fla(new_config, on_meta(new_config).state_dict())
 
 
 def test_a_stack_of_ours_is_written(tmp_path):

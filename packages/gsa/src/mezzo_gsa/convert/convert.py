@@ -49,29 +49,34 @@ class TakesAttention(Protocol):
         """Copy (HQ D, C), (H D, C), (H D, C) and (C, HQ D); a ValueError if they do not fit."""
 
 
-MakeTarget = Callable[[AttentionConfig, int], MixerConfig]
-"""A function from an attention layer and its number of query heads to the new layer."""
+MakeTarget = Callable[[AttentionConfig, LMConfig], MixerConfig]
+"""A function from an attention layer and the Transformer that it is of to the new layer."""
 
 
-def to_gsa(attention: AttentionConfig, num_heads: int) -> GSAConfig:
+def to_gsa(attention: AttentionConfig, model: LMConfig) -> GSAConfig:
     """Return GSA in place of an attention layer."""
-    return GSAConfig(num_heads, attention.num_kv_heads)
+    return GSAConfig(model.d_model // attention.head_dim, attention.num_kv_heads)
 
 
-def to_gsa_spread(attention: AttentionConfig, num_heads: int) -> GSAConfig:
+def to_gsa_spread(attention: AttentionConfig, model: LMConfig) -> GSAConfig:
     """Return GSA with short and long initial memories in place of an attention layer."""
-    return replace(to_gsa(attention, num_heads), gate_spans=SPANS)
+    return replace(to_gsa(attention, model), gate_spans=SPANS)
 
 
-def to_gla(attention: AttentionConfig, num_heads: int) -> GLAConfig:
-    """Return GLA in place of an attention layer."""
+def to_gla(attention: AttentionConfig, model: LMConfig) -> GLAConfig:
+    """Return GLA in place of an attention layer; its norm has the epsilon of the model's."""
     return GLAConfig(
-        num_heads, attention.num_kv_heads, expand_k=1.0, feature_map="relu", output_gate=False
+        model.d_model // attention.head_dim,
+        attention.num_kv_heads,
+        expand_k=1.0,
+        feature_map="relu",
+        output_gate=False,
+        norm_eps=model.norm_eps,
     )
 
 
-def to_retnet(attention: AttentionConfig, num_heads: int) -> RetNetConfig:
-    """Return RetNet in place of an attention layer.
+def to_retnet(attention: AttentionConfig, model: LMConfig) -> RetNetConfig:
+    """Return RetNet in place of an attention layer; its norm has the epsilon of the model's.
 
     Raises:
         UserError: if the layer has no RoPE.
@@ -79,12 +84,13 @@ def to_retnet(attention: AttentionConfig, num_heads: int) -> RetNetConfig:
     if attention.rope_base is None:
         raise UserError("RetNet rotates queries and keys, which this attention does not: no RoPE")
     return RetNetConfig(
-        num_heads,
+        model.d_model // attention.head_dim,
         attention.num_kv_heads,
         expand_v=1.0,
         feature_map="relu",
         output_gate=False,
         rope_base=attention.rope_base,
+        norm_eps=model.norm_eps,
     )
 
 
@@ -126,7 +132,7 @@ def convert_config(config: LMConfig, make: MakeTarget) -> LMConfig:
             raise UserError(f"norms of queries and keys have no place to go to, layer {i} has them")
         if mixer.qkv_bias:
             raise UserError(f"biases of queries, keys and values have no place, layer {i} has them")
-        mixers.append(make(mixer, config.d_model // mixer.head_dim))
+        mixers.append(make(mixer, config))
     return replace(config, mixers=tuple(mixers))
 
 
