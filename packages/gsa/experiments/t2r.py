@@ -25,6 +25,7 @@ from mezzo_core.reproduction import Cell, Entry, Options, run_script
 from mezzo_core.reproduction.runner import Job
 from mezzo_core.reproduction.training import in_words, training
 from mezzo_core.train.config import OptimConfig, TrainConfig
+from mezzo_core.train.folder import check_folder
 from mezzo_gsa.convert import TARGETS, convert
 
 TRANSFORMER, CONTROL = "Transformer", "GSA from nothing"
@@ -107,6 +108,7 @@ def train_one(
     if model == TRANSFORMER:
         yield from training(model, [rate], config, kept=kept).work(cells, folder, device)
         return
+    check_folder(kept, configure(FROM_NOTHING, seed, options), resume=True)  # or of another text
     source, described, extra = load_model(kept / "model")
     target = TARGETS[CONVERTED.get(model, "gsa")]
     new, weights = convert(described, source.state_dict(), target, seed=seed)

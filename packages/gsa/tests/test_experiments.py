@@ -97,3 +97,6 @@ def test_a_fine_tuning_starts_from_the_converted_transformer(rehearse, corpus):
         assert entry.details["parameters"] == nothing.details["parameters"]
     assert transformer.details["steps"]["val"][-1][0] == 30
     assert nothing.details["steps"]["val"][0][0] > 0, "it starts from no model"
+    other = corpus.rename(corpus.with_name("other.txt"))
+    code, _ = rehearse("t2r", "--data", str(other), *words[2:], "--models", "GSA", "--out", "other")
+    assert code == 2, "the Transformer that is kept is one of another text"

@@ -6,7 +6,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from mezzo_core.errors import printable
@@ -21,8 +21,8 @@ def show(text: str, console: Console | None = None, *, style: str = "") -> None:
 
 
 def show_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table on standard output."""
-    table = Table(*header)
+    """Print a table on standard output; the first column's names, to be copied, stay whole."""
+    table = Table(Column(header[0], no_wrap=True), *header[1:])
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
     Console().print(table)

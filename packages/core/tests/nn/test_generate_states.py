@@ -250,6 +250,7 @@ def test_a_text_is_found_however_it_is_cut_into_tokens():
         ({"repetition_penalty": float("inf")}, "repetition_penalty must be above 0"),
         ({"logit_bias": dict.fromkeys(range(37), -float("inf"))}, "logit_bias must leave a token"),
         ({"logit_bias": {99: 1.0}}, "logit_bias must hold token ids"),
+        ({"stop_tokens": 3}, "stop_tokens must be a list of token ids, got 3"),
         ({"logit_bias": {1: float("nan")}}, "logit_bias must be finite or -inf"),
         ({"logit_bias": [1]}, "logit_bias must map token ids to numbers, got list"),
         ({"seed": [1, 2]}, "seed must be one number or 3, one a row, got 2"),

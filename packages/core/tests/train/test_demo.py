@@ -7,6 +7,7 @@ import pytest
 from mezzo_core import cli
 from mezzo_core.data import DataConfig
 from mezzo_core.train.demo import PROMPT
+from mezzo_core.train.loop import train
 
 
 @pytest.fixture
@@ -23,12 +24,12 @@ def demo(tiny, tmp_path, monkeypatch, capsys):
     plan = cli.Demo("ours", "theirs", steps=2, batch_size=2)
     paper = cli.Paper("mezzo-tiny", "A paper.", "0.1.0", lambda: recipes, demo=plan)
 
-    def run(*arguments):
+    def run(*arguments, code=0):
         with pytest.raises(SystemExit) as end:
             cli.run(cli.make_app(paper), ["demo", *map(str, arguments)])
         shown = capsys.readouterr()
-        assert end.value.code == 0, shown.err
-        return shown.out
+        assert end.value.code == code, shown.err
+        return shown.err if code else shown.out
 
     return run
 
@@ -53,3 +54,10 @@ def test_the_demo_keeps_its_runs_if_it_is_told_where(demo, tmp_path):
     assert f"Both runs are in {tmp_path / 'kept'}" in demo("--out", tmp_path / "kept", "--steps", 1)
     for name in ("ours", "theirs"):
         assert (tmp_path / "kept" / name / "model" / "config.json").is_file()
+
+
+def test_the_demo_removes_no_run_that_is_not_its_own(demo, tiny, tmp_path):
+    kept = train(tiny(name="ours", steps=1), tmp_path / "kept" / "ours", quiet=True).out
+    before = (kept / "log.jsonl").read_text()
+    assert "another configuration" in demo("--out", tmp_path / "kept", code=2)
+    assert (kept / "log.jsonl").read_text() == before

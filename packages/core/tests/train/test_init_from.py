@@ -137,6 +137,16 @@ def test_a_command_goes_on_when_its_start_is_gone(tiny, tmp_path, start):
             configured(elsewhere)
 
 
+def test_a_command_changes_no_shape_of_the_folders_model(tiny, start):
+    def configured(*settings):
+        flags = {"tokenizer": None}
+        return configure(tiny(), flags, settings, (), None, None, start, None).model
+
+    assert configured("model.norm_eps=0.001") == replace(tiny().model, norm_eps=0.001)
+    with pytest.raises(UserError, match="the model of --init-from keeps its shape"):
+        configured("model.vocab_size=300")
+
+
 def test_a_model_is_read_from_any_folder(tiny, corpus, tmp_path, monkeypatch):
     words = dict.fromkeys(corpus.read_text(encoding="utf-8").split())
     numbers = {word: i for i, word in enumerate(["</s>", *sorted(words)])}

@@ -72,7 +72,8 @@ class AnswersConfig:
             train, held_out = _split(train, text.validation_fraction, text.seed)
         if not held_out or (not train and text.validation_fraction < 1):
             raise UserError(
-                f"{text.source}: a part to train on and one to validate on need an example each"
+                f"{text.source}: a part to train on and one to validate on need an example each: "
+                "give more examples, or those to validate on by --validation-data"
             )
         return AnswersData(train, held_out, tokenizer, seq_len=seq_len, seed=text.seed)
 

@@ -7,6 +7,7 @@ and replayed. On a CPU it is eager.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, cast
 
 import torch
@@ -167,6 +168,8 @@ def stream(
         at_once = min(num_rows or num_results, num_results)
         check_memory("num_samples", num_samples, model, at_once, length)
     check_seed(seed, num_results)
+    if isinstance(stop_tokens, Integral):
+        raise ValueError(f"stop_tokens must be a list of token ids, got {stop_tokens}")
     stops = tuple(stop_tokens)  # an iterator, such as map(...), can be read only once
     check_tokens("stop_tokens", stops, model.vocab_size)
     check_penalty(repetition_penalty)

@@ -37,7 +37,8 @@ def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
         for token in prompt:
             if not isinstance(token, Integral) or not 0 <= int(token) < vocab_size:
                 raise ValueError(
-                    f"prompts[{i}] must hold token ids in [0, {vocab_size}), got {token!r}"
+                    f"prompts[{i}] must be a list of whole numbers in [0, {vocab_size}), as a "
+                    f"tensor's tolist() gives, got {token!r}"
                 )
 
 

@@ -62,7 +62,10 @@ class Described(NamedTuple):
         """Return the architecture, one of `known`; only language models are read."""
         kind = self.values.get("model_type")
         if not isinstance(kind, str) or kind not in known:
-            raise UserError(f"{self.path}: model_type must be {' or '.join(known)}, got {kind!r}")
+            hint = ": make it a run first, by import" if kind == "mezzo" else ""
+            raise UserError(
+                f"{self.path}: model_type must be {' or '.join(known)}, got {kind!r}{hint}"
+            )
         architectures = self.values.get("architectures") or []
         if not isinstance(architectures, list):
             raise UserError(f"{self.path}: architectures must be a list, got {architectures!r}")

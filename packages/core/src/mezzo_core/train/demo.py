@@ -40,8 +40,8 @@ def run_demo(paper: Paper, demo: Demo, out: Path | None) -> None:
     recipes = paper.recipes()
     with _folder(out) as folder:
         try:
-            found = {
-                name: train(_short(recipes[name](), demo), folder / name, resume=False)
+            found = {  # runs that are kept go on, if they are the demo's
+                name: train(_short(recipes[name](), demo), folder / name)
                 for name in (demo.recipe, demo.attention)
             }
         except StoppedError as stop:

@@ -193,7 +193,7 @@ def _refuse_another(out: Path, found: dict[str, Any], wanted: dict[str, Any]) ->
         more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise UserError(
             f"{out} holds a run of another configuration ({shown}{more}): "
-            "train into another folder, or start over with --fresh, which removes that run"
+            "train into another folder, or start over (train --fresh), which removes that run"
         )
 
 

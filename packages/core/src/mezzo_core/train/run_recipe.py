@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mezzo_core.config_json import from_json
 from mezzo_core.console import show
@@ -18,6 +18,11 @@ from mezzo_core.train.distributed import launched_place
 from mezzo_core.train.flags import FLAGS, apply_flags, with_flags
 from mezzo_core.train.loop import train
 from mezzo_core.train.settings import apply_settings
+
+if TYPE_CHECKING:
+    import torch
+
+    from mezzo_core.nn.lm import LM
 
 
 def configure(
@@ -41,15 +46,25 @@ def configure(
         if init_from is not None:
             begun = None if init_from.exists() or out is None else _begun(config, init_from, out)
             config = begun or start_from(config, init_from, flags["tokenizer"])
+        given = config.model
         _refuse_twice(flags, settings)
         config = apply_settings(apply_flags(config, flags), settings)
         config = _choose_texts(config, data, validation_data)
         if sft is not None:
             config = _choose_answers(config, sft, data)
-        build_on_meta(config.model, config.name)  # says what does not fit before any work
+        # Says what does not fit before any work.
+        shapes = _shapes(build_on_meta(config.model, config.name))
+        if init_from is not None and shapes != _shapes(build_on_meta(given, "--init-from's model")):
+            raise UserError(
+                "the model of --init-from keeps its shape: leave out the settings that change it"
+            )
         return config
     except ValueError as error:
         raise UserError(with_flags(str(error), flags)) from error
+
+
+def _shapes(model: "LM") -> "dict[str, torch.Size]":
+    return {name: weight.shape for name, weight in model.state_dict().items()}
 
 
 def _refuse_twice(flags: Mapping[str, Any], settings: Sequence[str]) -> None:
