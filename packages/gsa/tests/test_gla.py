@@ -24,7 +24,7 @@ def test_it_is_the_definition():
         S = alpha[t, :, None] * S + torch.outer(k[t], v[t])
         outs.append(S.T @ q[t] / 2)  # K = 4
     o = torch.stack(outs)
-    o = o / (o.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    o = o / (o.square().mean(-1, keepdim=True) + 1e-6).sqrt()
     assert_close("y", mixer(x)[0][0], mixer.out_proj(o * F.silu(z)), rtol=1e-6)
 
 
@@ -40,7 +40,7 @@ def test_without_an_output_gate_heads_are_normalized_and_queries_and_keys_rectif
     x = torch.tensor([[[1.0, -2.0, 1.0, 1.0]]])  # q·k = 3 without the negative channel
     v = 3 * x
     out = v * 3 / 2
-    expected = out / (out.square().mean() + 1e-5).sqrt()
+    expected = out / (out.square().mean() + 1e-6).sqrt()
     assert_close("y", mixer(x)[0], expected, rtol=1e-6)
     rectified = x.clone()
     rectified[0, 0, 1] = 0.0
