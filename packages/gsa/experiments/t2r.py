@@ -108,7 +108,8 @@ def train_one(
     if model == TRANSFORMER:
         yield from training(model, [rate], config, kept=kept).work(cells, folder, device)
         return
-    check_folder(kept, configure(FROM_NOTHING, seed, options), resume=True)  # or of another text
+    # The folder may have a Transformer of another text, or a rehearsal's.
+    check_folder(kept, configure(FROM_NOTHING, seed, options), resume=True)
     source, described, extra = load_model(kept / "model")
     target = TARGETS[CONVERTED.get(model, "gsa")]
     new, weights = convert(described, source.state_dict(), target, seed=seed)

@@ -69,6 +69,7 @@ def test_what_ended_keeps_its_score_and_its_place(model):
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"prompts": []}, "prompts"),
         ({"stop_tokens": [5]}, "stop_tokens"),
+        ({"stop_tokens": 3}, "stop_tokens must be a list"),
     ],
 )
 def test_a_bad_argument_is_refused_by_name(model, change, name):

@@ -7,7 +7,7 @@ import torch
 
 from mezzo_core.nn.ends import NO_NUMBERS
 from mezzo_core.nn.generate import evaluation
-from mezzo_core.nn.generate_arguments import check_count, check_memory, check_prompts, check_tokens
+from mezzo_core.nn.generate_arguments import check_count, check_memory, check_prompts, check_stops
 from mezzo_core.nn.lm import LM
 from mezzo_core.nn.prompts import read_prompts
 
@@ -53,8 +53,7 @@ def beam_search(
     check_prompts(prompts, model.vocab_size)
     check_count("num_beams", num_beams)
     check_count("max_new_tokens", max_new_tokens)
-    stops = tuple(stop_tokens)
-    check_tokens("stop_tokens", stops, model.vocab_size)
+    stops = check_stops(stop_tokens, model.vocab_size)
     length = max(map(len, prompts)) + max_new_tokens
     check_memory("num_beams", num_beams, model, num_beams * len(prompts), length)
     with evaluation(model):
@@ -88,7 +87,7 @@ def beam_search(
 
 
 def _extend(
-    beams: Sequence[Beam], scores: torch.Tensor, count: int, stops: Sequence[int]
+    beams: Sequence[Beam], scores: torch.Tensor, count: int, stops: frozenset[int]
 ) -> tuple[list[Beam], list[int], list[Beam]]:
     """Return the likeliest beams one token longer, the beam that each extends, and those that end.
 

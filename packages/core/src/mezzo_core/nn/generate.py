@@ -7,7 +7,6 @@ and replayed. On a CPU it is eager.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any, cast
 
 import torch
@@ -26,7 +25,7 @@ from mezzo_core.nn.generate_arguments import (
     check_prefix,
     check_prompts,
     check_seed,
-    check_tokens,
+    check_stops,
 )
 from mezzo_core.nn.kept_graphs import lent
 from mezzo_core.nn.lm import LM
@@ -168,10 +167,7 @@ def stream(
         at_once = min(num_rows or num_results, num_results)
         check_memory("num_samples", num_samples, model, at_once, length)
     check_seed(seed, num_results)
-    if isinstance(stop_tokens, Integral):
-        raise ValueError(f"stop_tokens must be a list of token ids, got {stop_tokens}")
-    stops = tuple(stop_tokens)  # an iterator, such as map(...), can be read only once
-    check_tokens("stop_tokens", stops, model.vocab_size)
+    stops = check_stops(stop_tokens, model.vocab_size)
     check_penalty(repetition_penalty)
     bias = check_bias(logit_bias, model.vocab_size)
     if stop is not None and not callable(stop):
@@ -180,7 +176,7 @@ def stream(
         check_prefix(state, len(prompts), num_rows)
     device = next(model.parameters()).device
     every = [prompt for prompt in prompts for _ in range(num_samples)]
-    end = Ends(num_results, frozenset(int(token) for token in stops), stop)
+    end = Ends(num_results, stops, stop)
     if assistant is None and num_rows is not None and num_rows < num_results:
         if isinstance(model.stack, Rewinding):  # no row goes back
             plain = cast(AbstractStack, model.stack.module)

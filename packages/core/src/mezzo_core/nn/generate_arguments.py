@@ -80,6 +80,15 @@ def check_tokens(name: str, tokens: Sequence[Any], vocab_size: int) -> None:
             raise ValueError(f"{name} must hold token ids in [0, {vocab_size}), got {token!r}")
 
 
+def check_stops(stop_tokens: Any, vocab_size: int) -> frozenset[int]:
+    """Check the tokens that end a text; return them."""
+    if isinstance(stop_tokens, Integral):
+        raise ValueError(f"stop_tokens must be a list of token ids, got {stop_tokens}")
+    stops = tuple(stop_tokens)  # an iterator, such as map(...), can be read only once
+    check_tokens("stop_tokens", stops, vocab_size)
+    return frozenset(map(int, stops))
+
+
 def check_penalty(value: Any) -> None:
     """Check a repetition penalty."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)

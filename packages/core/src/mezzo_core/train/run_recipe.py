@@ -52,12 +52,9 @@ def configure(
         config = _choose_texts(config, data, validation_data)
         if sft is not None:
             config = _choose_answers(config, sft, data)
-        # Says what does not fit before any work.
-        shapes = _shapes(build_on_meta(config.model, config.name))
-        if init_from is not None and shapes != _shapes(build_on_meta(given, "--init-from's model")):
-            raise UserError(
-                "the model of --init-from keeps its shape: leave out the settings that change it"
-            )
+        built = build_on_meta(config.model, config.name)  # says what does not fit before any work
+        if init_from is not None and _shapes(built) != _shapes(build_on_meta(given, init_from)):
+            raise UserError("the model of --init-from keeps its shape: leave out what changes it")
         return config
     except ValueError as error:
         raise UserError(with_flags(str(error), flags)) from error
