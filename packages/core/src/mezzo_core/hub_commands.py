@@ -69,13 +69,13 @@ def add_hub_commands(app: typer.Typer, paper: Paper) -> None:
         allow_package: AllowPackage = None,
     ) -> None:
         """Write a trained model for transformers: `from_pretrained(OUT)` reads it."""
-        _quiet_transformers()
-        from mezzo_core.hub.folder import export_model
-
         if layout is not None and layout not in paper.layouts:
             known = ", ".join(paper.layouts) or "nothing: this package has no other layouts"
             raise UserError(f"--layout takes {known}, got {layout!r}")
         check_writable(out, is_folder=True)
+        _quiet_transformers()
+        from mezzo_core.hub.folder import export_model
+
         files = export_model(
             run,
             out,

@@ -1,5 +1,6 @@
 """Inputs of the commands, checked before any work: prompts, tokenizers and data."""
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -271,6 +272,7 @@ def choose_texts(config: TextConfig, given: Sequence[str]) -> TextConfig:
     """
     first = texts_of(config)[0]
     if len(given) == 1:
+        _refuse_weight(given[0])
         return replace(first, source=given[0])
     if first.validation_source is not None:
         raise UserError(f"--validation-data goes with one --data, got {len(given)}")
@@ -287,3 +289,9 @@ def choose_texts(config: TextConfig, given: Sequence[str]) -> TextConfig:
         sources.append(source)
     texts = tuple(replace(first, source=source) for source in sources)
     return MixtureConfig(texts, tuple(weights), first.seed)
+
+
+def _refuse_weight(text: str) -> None:
+    """Refuse "0.7:words.txt" as the one text of a training, if no file has this name."""
+    if re.match(r"[\d.]+:", text) and not Path(text).exists():
+        raise UserError(f"--data {text}: a single text has no weight; give its name alone")

@@ -124,15 +124,18 @@ def test_an_error_is_told_at_once_and_raised_after_all_other_jobs_which_tell_no_
     assert told in capfd.readouterr().out
 
 
-def test_an_excused_error_is_a_word_with_its_reason_unless_the_user_can_mend_it(result, tmp_path):
+def test_an_excused_error_is_a_word_with_its_reason_unless_the_user_can_mend_it(tmp_path):
     def broken(wanted, folder, device):
         raise error
 
     error = RuntimeError("no kernel\nhere")
+    said = []
+    result = Result(tmp_path / "a.json", HEADER, {**origin(CPU), "commit": "c1"}, said.append)
     jobs = [excused(Job(cells("RNN"), broken)), job_of(cells("RAT"))]
     run(result, jobs, tmp_path, CPU)
     assert [*values(result).values()] == [FAILED, FAILED, 8, 16]
     assert result.entries[0].details == {"error": "failed: RuntimeError: no kernel"}
+    assert said[0] == "a: RNN, 8, 0: failed: RuntimeError: no kernel"
     run(result, [job_of(cells("RNN"))], tmp_path, CPU)
     assert [*values(result).values()] == [8, 16, 8, 16], "what failed is tried again"
     error = UserError("the disk is full")

@@ -196,7 +196,7 @@ def test_texts_are_mixed_by_weights_and_measured_together(command, tmp_path):
             "weights[1] must be above 0 and below 2^63, got 0",
         ),
         (("--data", "1:a.txt", "--data", "1:"), "source must be text that is not empty"),
-        (("--data", "1:a.txt"), "no file or folder '1:a.txt'"),
+        (("--data", "1:a.txt"), "a single text has no weight; give its name alone"),
         (
             ("--data", "1:a.txt", "--data", "1:b.txt", "--validation-data", "c.txt"),
             "--validation-data goes with one --data, got 2",

@@ -231,8 +231,9 @@ class Result:
             raise UserError(f"{self.path}: cannot be written ({reason})") from error
         self._found = whole
         values = " ".join(str(entry.value) for entry in new)
+        told = new[0].details.get("error", f"{values} {self.header.unit}")
         place = ", ".join(str(name) for name in new[0].cell if name != "")
-        self._say(f"{self.path.stem}: {place}: {values} {self.header.unit}")
+        self._say(f"{self.path.stem}: {place}: {told}")
 
     def _text(self, entries: list[Entry]) -> str:
         lines = [f" {json.dumps(name)}: {json.dumps(part)}," for name, part in self._head.items()]
