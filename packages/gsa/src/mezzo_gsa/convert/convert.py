@@ -10,7 +10,9 @@ The targets follow the paper's text:
 - GLA and RetNet apply ReLU to queries and keys and have no output gate, as in SUPRA. (A footnote
   explains: scores without it can be negative, which the Transformer has never seen.) They have the
   output norm that SUPRA found to be critical. The keys keep the Transformer's width.
-- RetNet keeps the Transformer's RoPE. GLA and GSA have none.
+- RetNet keeps the Transformer's RoPE. GLA and GSA have none. So this RetNet is SUPRA
+  (arXiv:2405.06640) but for two things: RMSNorm stands for GroupNorm, and SUPRA's linear map of
+  queries and keys is merged into their projections, as the paper does.
 - For GSA the text says that only Wα is added, and that it fits because of its softmax. So the layer
   is that of section 3.3 unchanged: swish on q, k and v, softmax between the passes, swish and
   RMSNorm on the output. It has no scale in place of softmax attention's D^-1/2.
