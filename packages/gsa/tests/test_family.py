@@ -28,6 +28,15 @@ RETNET = {
     "retnet, t2r": RetNetConfig(
         4, num_kv_heads=2, expand_v=1.0, feature_map="relu", output_gate=False
     ),
+    "retnet, supra": RetNetConfig(
+        4,
+        num_kv_heads=2,
+        expand_v=1.0,
+        feature_map="relu",
+        output_gate=False,
+        qk_map=True,
+        norm="group",
+    ),
     "retnet, narrow keys": RetNetConfig(1, expand_k=0.25, rope_base=100.0),
 }
 CONFIGS = {  # on a CPU, C channels wide
@@ -123,10 +132,12 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_decoding_step_multiplies_its_input_once(mixer, rows):
-    """Then comes the output; before it the matrices of gates of low rank. Forward does the same."""
+    """Before the output come gates of low rank, and SUPRA's map. Forward does the same."""
     low = [
         getattr(mixer, n).in_features for n in ("x_proj", "g_proj", "dt_proj") if hasattr(mixer, n)
     ]
+    if getattr(mixer, "qk_map", None) is not None:
+        low += [mixer.qk_map.in_features] * 2  # of queries and of keys
     expected = [C, *low, mixer.out_proj.in_features]
     x, state = torch.randn(rows, 1, C), mixer.init_state(rows)
     with torch.no_grad(), Products() as step:

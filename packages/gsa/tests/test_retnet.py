@@ -32,6 +32,28 @@ def test_it_is_the_definition_as_a_decayed_product_of_rotated_queries_and_keys()
     assert_close("y", mixer(x)[0][0], expected, rtol=1e-6)
 
 
+def test_supra_is_retention_of_mapped_queries_and_keys_with_group_norm():
+    torch.manual_seed(0)
+    form = {"expand_v": 1.0, "feature_map": "relu", "output_gate": False}
+    mixer = RetNetConfig(2, qk_map=True, norm="group", **form).build(8).double()
+    init_weights(mixer, std=0.5)
+    assert torch.equal(mixer.qk_map.weight, torch.eye(4, dtype=torch.float64))
+    for weight in (*mixer.qk_map.parameters(), *mixer.norm.parameters()):
+        torch.nn.init.normal_(weight)
+    x = torch.randn(1, 7, 8, dtype=torch.float64)
+    angles = rope_angles(torch.arange(7), 4)
+    q, k, v = (x[0] @ w.T for w in mixer.in_proj.weight.split(8))
+    weight, bias = mixer.qk_map.parameters()
+    q, k = (F.relu(part.unflatten(-1, (2, 4)) @ weight.T + bias) for part in (q, k))
+    q, k = (apply_rope(part[None], *angles)[0] for part in (q, k))
+    gamma = torch.tensor([1 - 2**-5, 1 - 2**-6], dtype=torch.float64)
+    distance = (torch.arange(7)[:, None] - torch.arange(7)).clamp(min=0)
+    scores = torch.einsum("thk,shk->hts", q, k) / 2 * (gamma[:, None, None] ** distance).tril()
+    o = torch.einsum("hts,shv->thv", scores, v.unflatten(-1, (2, 4)))
+    o = F.layer_norm(o, (4,), eps=1e-6).flatten(1) * mixer.norm.weight + mixer.norm.bias
+    assert_close("y", mixer(x)[0][0], mixer.out_proj(o), rtol=1e-6)
+
+
 def test_many_heads_decay_by_less_than_float32_can_tell_from_one():
     found = log_decay(32, torch.device("cpu"), torch.float32).double()
     expected = torch.log1p(-(2.0 ** (-5 - torch.arange(32, dtype=torch.float64))))
@@ -102,6 +124,7 @@ def test_t2r_adds_no_weights_but_the_norm():
         (RetNetConfig(num_heads=16), "keys of an even width, got 1 channels a head"),
         (RetNetConfig(num_kv_heads=3), "num_kv_heads must divide num_heads = 4, got 3"),
         (RetNetConfig(feature_map="exp"), "feature_map must be None or 'relu', got 'exp'"),
+        (RetNetConfig(norm="layer"), "norm must be 'rms' or 'group', got 'layer'"),
     ],
 )
 def test_impossible_configurations_are_refused_when_they_are_built(config, message):

@@ -8,7 +8,7 @@ from mezzo_core.console import show
 from mezzo_core.errors import UserError
 from mezzo_core.paths import check_writable, expanded
 
-NAMES = ("gsa", "gsa_spread", "gla", "retnet")
+NAMES = ("gsa", "gsa_spread", "gla", "retnet", "supra")
 """Those of `mezzo_gsa.convert.TARGETS`, for a help that needs no torch."""
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from mezzo_core.ops.checks import check_number
 from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import apply_rope, rope_angles, sequence_positions
-from torch import Tensor
+from torch import Tensor, nn
 
 from mezzo_gsa.heads import (
     FeatureMap,
@@ -26,12 +26,15 @@ from mezzo_gsa.heads import (
 from mezzo_gsa.ops import LayerForm, chunk_gla, step_gla_layer_
 from mezzo_gsa.ops.gates import skip_padding
 
+Norm = Literal["rms", "group"]
+
 
 @dataclass(frozen=True)
 class RetNetConfig:
     """Multi-scale retention (arXiv:2307.08621); the defaults are the paper's baseline.
 
-    T2R uses `expand_v=1.0, feature_map="relu", output_gate=False`.
+    T2R uses `expand_v=1.0, feature_map="relu", output_gate=False`. SUPRA (arXiv:2405.06640) has
+    `qk_map=True, norm="group"` as well.
     """
 
     num_heads: int = 4
@@ -46,6 +49,10 @@ class RetNetConfig:
     output_gate: bool = True
     """Whether the normalized output is multiplied by a swish gate."""
     rope_base: float = 10_000.0
+    qk_map: bool = False
+    """Whether queries and keys pass a learned matrix and bias before the feature map."""
+    norm: Norm = "rms"
+    """Of each head's output. "group" is GroupNorm: it subtracts the mean, and has a bias."""
     norm_eps: float = 1e-6
 
     def build(self, d_model: int) -> "RetNet":
@@ -75,7 +82,8 @@ class RetNet(AbstractMixer):
     scale is K^-1/2, and the norm is over each head.
 
     The rows of `in_proj.weight` are those of Wq, Wk, Wv and Wz (if there is an output gate), by
-    head; `out_proj` is Wo.
+    head; `out_proj` is Wo. `qk_map`, if there is one, is the matrix and bias of SUPRA's feature map
+    relu(x W + b), one for the queries and keys of all heads. It starts as the identity.
 
     What the norm gets grows with the cube of x. In float16 it overflows where x is about 15 times
     as large as the norm of a block makes it.
@@ -87,6 +95,9 @@ class RetNet(AbstractMixer):
         super().__init__()
         check_feature_map("RetNetConfig", config.feature_map)
         check_flag("RetNetConfig", "output_gate", config.output_gate)
+        check_flag("RetNetConfig", "qk_map", config.qk_map)
+        if config.norm not in get_args(Norm):
+            raise ValueError(f"RetNetConfig: norm must be 'rms' or 'group', got {config.norm!r}")
         for name in ("rope_base", "norm_eps"):
             check_number("RetNetConfig", name, getattr(config, name), positive=True)
         self.config, self.d_model = config, d_model
@@ -108,8 +119,18 @@ class RetNet(AbstractMixer):
         )
         self.widths = (*self.heads.widths, HQ * V if config.output_gate else 0)
         self.in_proj = Linear(d_model, sum(self.widths), bias=False)
-        self.norm = RMSNorm(V, eps=config.norm_eps)
+        self.qk_map = Linear(K, K) if config.qk_map else None
+        self.norm = (
+            nn.GroupNorm(HQ, HQ * V, eps=config.norm_eps)
+            if config.norm == "group"
+            else RMSNorm(V, eps=config.norm_eps)
+        )
         self.out_proj = Linear(HQ * V, d_model, bias=False)
+
+    def init_own_weights(self) -> None:
+        """Let `qk_map` start as the identity."""
+        if self.qk_map is not None:
+            nn.init.eye_(self.qk_map.weight)
 
     def take_attention(self, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor) -> None:
         """Copy the matrices of softmax attention with as many heads (`mezzo_gsa.convert`)."""
@@ -143,7 +164,7 @@ class RetNet(AbstractMixer):
             q, k, v, g, scale=self.form.scale, initial_state=None if state is None else state.h,
             cu_seqlens=cu_seqlens,
         )  # fmt: skip
-        y = self.norm(out).flatten(2)
+        y = self._normed(out)
         if z is not None:
             y = y * F.silu(z)
         if state is not None:
@@ -176,7 +197,16 @@ class RetNet(AbstractMixer):
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return q, k, v by head, and z (..., HQ·V) or None."""
         q, k, v, z = self.heads.split(self.in_proj(x), self.widths)
+        if self.qk_map is not None:
+            q, k = self.qk_map(q), self.qk_map(k)
         return q, k, v, z if self.config.output_gate else None
+
+    def _normed(self, out: Tensor) -> Tensor:
+        """Norm each head of (B, T, HQ, V), and return (B, T, HQ V)."""
+        if self.config.norm == "rms":
+            return self.norm(out).flatten(2)
+        rows = out.flatten(2)
+        return self.norm(rows.flatten(0, 1)).view_as(rows)
 
     def init_state(self, batch: int) -> RetNetState:
         """Return the state before the first token."""
@@ -197,11 +227,14 @@ class RetNet(AbstractMixer):
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs a token of the recurrent form.
 
-        Two for each weight; 5 K V a head to decay, write and read its state; the products of the
-        output gate. RoPE, norms and activations are not counted.
+        Two for each weight (of `qk_map`: for each head of queries and of keys); 5 K V a head to
+        decay, write and read its state; the products of the output gate. RoPE, norms and
+        activations are not counted.
         """
-        HQ, _, K, V = self.heads
+        HQ, H, K, V = self.heads
         weights = sum(weight.numel() for weight in self.parameters() if weight.ndim == 2)
+        if self.qk_map is not None:
+            weights += (HQ + H - 1) * K * K
         gate = HQ * V if self.config.output_gate else 0
         return 2 * weights + 5 * HQ * K * V + gate
 

@@ -165,7 +165,7 @@ def test_a_checkpoints_own_tokenizer_is_found(llama, checkpoint, file, monkeypat
     ("words", "named"),
     [
         (["nowhere", "--to", "gsa"], "nowhere holds no trained model"),
-        (["SOURCE", "--to", "gs"], "--to takes gsa, gsa_spread, gla, retnet, got 'gs'$"),
+        (["SOURCE", "--to", "gs"], "--to takes gsa, gsa_spread, gla, retnet, supra, got 'gs'$"),
         (["SOURCE", "--to", "gsa"], "--tokenizer"),
     ],
 )

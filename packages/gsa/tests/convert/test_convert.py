@@ -88,13 +88,14 @@ def gsa_by_hand(x, old, mixer):
     return normed(F.silu(torch.stack(out, 1))) @ old["wo"].T
 
 
-def linear_by_hand(q, k, v, decay, old):
+def linear_by_hand(q, k, v, decay, old, center=False):
     """S = Diag(α) S + k v^T, o = S^T q; each head's output normalized; no gate (section 4.2)."""
     state = torch.zeros(B, HQ, D, D, dtype=torch.float64)
     out = []
     for t in range(T):
         state = decay[:, t, :, :, None] * state + k[:, t, :, :, None] * v[:, t, :, None]
-        out.append(normed(torch.einsum("bhkv,bhk->bhv", state, q[:, t]) * D**-0.5).flatten(1))
+        y = torch.einsum("bhkv,bhk->bhv", state, q[:, t]) * D**-0.5
+        out.append(normed(y - y.mean(-1, keepdim=True) if center else y).flatten(1))
     return torch.stack(out, 1) @ old["wo"].T
 
 
@@ -112,7 +113,7 @@ def retnet_by_hand(x, old, mixer):
     )
     gamma = 1 - 2.0 ** (-5 - torch.arange(HQ).double())
     decay = gamma[:, None].expand(B, T, HQ, 1)
-    return linear_by_hand(q, k, heads(x, old["wv"], H), decay, old)
+    return linear_by_hand(q, k, heads(x, old["wv"], H), decay, old, center=mixer.qk_map is not None)
 
 
 BY_HAND = {
@@ -120,6 +121,7 @@ BY_HAND = {
     "gsa_spread": gsa_by_hand,
     "gla": gla_by_hand,
     "retnet": retnet_by_hand,
+    "supra": retnet_by_hand,  # its map of queries and keys starts as the identity
 }
 
 
@@ -166,6 +168,7 @@ def test_a_seed_draws_what_is_new_and_nothing_else(transformer, target):
         "gsa_spread": ["in_proj.weight"],
         "gla": ["in_proj.weight", "g_proj.weight"],
         "retnet": [],
+        "supra": [],
     }
     assert changed == {f"stack.blocks.{i}.mixer.{name}" for i in range(2) for name in drawn[target]}
 

@@ -28,6 +28,7 @@ def test_mistral_has_its_published_number_of_weights():
             32 * (4096 * 16 + 16 * 8 * 128 + 8 * 128 + 128),
         ),  # low-rank gate, a head's norm
         ("retnet", 32 * 128),  # the text: no additional parameters
+        ("supra", 32 * (128 * 128 + 128 + 2 * 4096)),  # the map of queries and keys, GroupNorm
     ],
 )
 def test_a_target_adds_little(target, added):

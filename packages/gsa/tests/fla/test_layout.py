@@ -160,6 +160,10 @@ SWIGLU = MLPConfig("swiglu", hidden=48)
         (LMConfig(19, 64, (GLAConfig(norm_eps=1e-5),), SWIGLU), "one norm_eps .* 1e-06 .* 1e-05"),
         (LMConfig(19, 64, (HGRN2Config(32),), SWIGLU), "norm_eps = 1e-05: it must be 0.0003"),
         (LMConfig(19, 64, (HGRN2Config(32, 0.5, 32e-5),), SWIGLU), "lower_bound = 0.5"),
+        (
+            LMConfig(19, 64, (RetNetConfig(norm="group"),), SWIGLU),
+            "norm = 'group': it must be 'rms'",
+        ),
         (LMConfig(19, 64, (GSAConfig(), RetNetConfig()), SWIGLU), "all layers must be alike"),
         (
             LMConfig(19, 64, (AttentionConfig(head_dim=16),), SWIGLU),

@@ -10,9 +10,7 @@ The targets follow the paper's text:
 - GLA and RetNet apply ReLU to queries and keys and have no output gate, as in SUPRA. (A footnote
   explains: scores without it can be negative, which the Transformer has never seen.) They have the
   output norm that SUPRA found to be critical. The keys keep the Transformer's width.
-- RetNet keeps the Transformer's RoPE. GLA and GSA have none. So this RetNet is SUPRA
-  (arXiv:2405.06640) but for two things: RMSNorm stands for GroupNorm, and SUPRA's linear map of
-  queries and keys is merged into their projections, as the paper does.
+- RetNet keeps the Transformer's RoPE. GLA and GSA have none.
 - For GSA the text says that only Wα is added, and that it fits because of its softmax. So the layer
   is that of section 3.3 unchanged: swish on q, k and v, softmax between the passes, swish and
   RMSNorm on the output. It has no scale in place of softmax attention's D^-1/2.
@@ -20,6 +18,9 @@ The targets follow the paper's text:
 A Transformer can look far back from its first step, but GSA's slots start with memories of 12
 tokens. `gsa_spread`, which is not in the paper, is GSA with a bias by which they start with 2 to
 2048 tokens.
+
+`supra` (arXiv:2405.06640), with which the paper compares, is this RetNet with GroupNorm, and with a
+matrix and a bias for queries and keys before ReLU. The paper merges these into the projections.
 
 A mixer of any package is a target if it has `take_attention`; RAT has it.
 """
@@ -96,14 +97,20 @@ def to_retnet(attention: AttentionConfig, model: LMConfig) -> RetNetConfig:
     )
 
 
+def to_supra(attention: AttentionConfig, model: LMConfig) -> RetNetConfig:
+    """Return SUPRA in place of an attention layer; errors are those of `to_retnet`."""
+    return replace(to_retnet(attention, model), qk_map=True, norm="group")
+
+
 TARGETS: Mapping[str, MakeTarget] = {
     "gsa": to_gsa,
     "gsa_spread": to_gsa_spread,
     "gla": to_gla,
     "retnet": to_retnet,
+    "supra": to_supra,
 }
-"""The paper's three targets and `gsa_spread`, by their names in commands."""
-ROTATED = frozenset({"retnet"})
+"""The paper's three targets, `gsa_spread` and `supra`, by their names in commands."""
+ROTATED = frozenset({"retnet", "supra"})
 """The targets that keep the Transformer's RoPE."""
 
 

@@ -119,7 +119,7 @@ def _read_retnet(told: Described) -> RetNetConfig:
 
 
 def _write_retnet(mixer: RetNetConfig, d_model: int) -> dict[str, Any]:
-    _check(mixer, rope_base=_ROPE_BASE)
+    _check(mixer, rope_base=_ROPE_BASE, qk_map=False, norm="rms")
     return _write_heads(mixer)
 
 
