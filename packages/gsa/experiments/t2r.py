@@ -1,4 +1,4 @@
-"""Turn small Transformers into GSA, GLA and RetNet, and fine-tune each at three learning rates.
+"""Turn small Transformers into GSA, GLA, RetNet and SUPRA, and fine-tune each at three learning rates.
 
     python packages/gsa/experiments/t2r.py --data 'texts/*.jsonl.xz' --tokenizer gpt2/ \
         --jobs 16 --out packages/gsa/results/nvidia-h200
@@ -30,7 +30,13 @@ from mezzo_gsa.convert import TARGETS, convert
 
 TRANSFORMER, CONTROL = "Transformer", "GSA from nothing"
 SPREAD = "GSA, slots started apart"
-CONVERTED = {"GSA": "gsa", SPREAD: "gsa_spread", "GLA": "gla", "RetNet": "retnet"}
+CONVERTED = {
+    "GSA": "gsa",
+    SPREAD: "gsa_spread",
+    "GLA": "gla",
+    "RetNet": "retnet",
+    "SUPRA": "supra",
+}
 """The target of each model that is converted."""
 MODELS = (TRANSFORMER, *CONVERTED, CONTROL)
 RATES = {"7.5e-4": 7.5e-4, "1.5e-3": 1.5e-3, "3e-3": 3e-3}
