@@ -1,4 +1,4 @@
-"""Turn small Transformers into GSA, GLA, RetNet and SUPRA, and fine-tune each at three learning rates.
+"""Turn small Transformers into GSA, GLA, RetNet and SUPRA, and fine-tune each at three rates.
 
     python packages/gsa/experiments/t2r.py --data 'texts/*.jsonl.xz' --tokenizer gpt2/ \
         --jobs 16 --out packages/gsa/results/nvidia-h200
