@@ -1,6 +1,7 @@
 """A Transformer is trained, turned into a RAT that keeps its weights, and tuned on.
 
-`python examples/transformer_to_rat.py` does it with a tiny one.
+`python examples/transformer_to_rat.py` does it with a tiny one in runs/transformer_to_rat, and
+goes on from what it finds there.
 """
 
 from dataclasses import replace

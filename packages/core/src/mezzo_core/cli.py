@@ -192,7 +192,11 @@ def _add_eval(app: typer.Typer) -> None:
         whole: Annotated[bool, typer.Option("--all", help="Also what was trained on.")] = False,
         batch_size: Annotated[int, typer.Option(min=1, help="Sequences at a time.")] = 8,
         seq_len: Annotated[
-            int | None, typer.Option(min=1, help="Tokens a sequence. Default: as trained.")
+            int | None,
+            typer.Option(
+                min=1,
+                help="Tokens a sequence. Default: as trained; 4096 for ruler and --longbench.",
+            ),
         ] = None,
         segment_tokens: Annotated[
             int | None, typer.Option(min=1, help="Tokens of a row at a time, for bounded memory.")

@@ -33,7 +33,8 @@ def add_generate(app: typer.Typer) -> None:
             list[str] | None, typer.Option(help="Text to continue; repeat for several.")
         ] = None,
         prompt_file: Annotated[
-            Path | None, typer.Option(help="A file with a text to continue on each line.")
+            Path | None,
+            typer.Option(help="A file with a text to continue on each line that is not blank."),
         ] = None,
         stop: Annotated[
             list[str] | None, typer.Option(help="End where this is written; repeat for several.")

@@ -76,4 +76,6 @@ TaskFolder = Annotated[
 NumFewshot = Annotated[
     int | None, typer.Option(min=0, help="Examples before each question of a task.")
 ]
-Limit = Annotated[int | None, typer.Option(min=1, help="Questions a task. Default: all.")]
+Limit = Annotated[
+    int | None, typer.Option(min=1, help="Questions a task. Default: all; 500 of ruler.")
+]

@@ -243,7 +243,7 @@ def test_what_is_not_there_or_not_supported_is_one_line(lm, tasks):
     beams = {"until": ["\n"], "num_beams": 3}
     with pytest.raises(UserError, match="num_beams, which is not supported"):
         model.generate_until(asked("generate_until", ("a", beams)))
-    with pytest.raises(UserError, match="longer than max_length, 4"):
+    with pytest.raises(UserError, match=r"longer than max_length = 4 \(--seq-len\)"):
         model.loglikelihood(asked("loglikelihood", ("a", "more than four")), disable_tqdm=True)
     with pytest.raises(UserError, match="leave room for a prompt"):
         model.generate_until(asked("generate_until", ("a", {"until": [], "max_gen_toks": 4})))

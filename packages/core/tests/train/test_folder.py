@@ -166,6 +166,29 @@ def test_starting_over_removes_the_run_only_when_the_new_one_can_start(tiny, tmp
     assert content(tmp_path / "run") == before
 
 
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_file_of_the_users_in_the_models_folder_is_told_before_a_step(tiny, tmp_path, resume):
+    """Saving would remove it, and a run would stop at its first checkpoint."""
+    config, notes = tiny(steps=2), tmp_path / "model" / "notes.txt"
+    train(config, tmp_path, quiet=True)
+    notes.write_text("mine")
+    before = content(tmp_path)
+    line = refused(replace(config, steps=4), tmp_path, resume=resume)
+    assert "it holds notes.txt; move this elsewhere" in line
+    assert content(tmp_path) == before
+    notes.unlink()
+    assert train(replace(config, steps=4), tmp_path, quiet=True, resume=resume).steps == 4
+
+
+def test_starting_over_keeps_what_a_user_has_beside_the_checkpoints(tiny, tmp_path):
+    train(tiny(steps=4, keep_checkpoints=1), tmp_path, quiet=True)
+    notes, lost = tmp_path / "checkpoints" / "notes.txt", tmp_path / "checkpoints" / "step-3"
+    notes.write_text("mine")
+    lost.mkdir()
+    train(tiny(steps=2, keep_checkpoints=1), tmp_path, quiet=True, resume=False)
+    assert sorted(path.name for path in notes.parent.iterdir()) == ["notes.txt", "step-2"]
+
+
 def test_a_changed_corpus_is_refused_until_told(tiny, tmp_path, rows_of):
     corpus, out = tmp_path / "words.txt", tmp_path / "run"
     corpus.write_text("half of the notes " * 400)

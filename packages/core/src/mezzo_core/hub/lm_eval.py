@@ -169,8 +169,8 @@ class MezzoEvalLM(TemplateLM):
             return tokens
         if num_predicted > self.max_length:
             raise UserError(
-                f"a continuation of {num_predicted} tokens is longer than max_length, "
-                f"{self.max_length}"
+                f"a continuation of {num_predicted} tokens is longer than max_length = "
+                f"{self.max_length} (--seq-len)"
             )
         return tokens[-self.max_length - 1 :]
 

@@ -66,7 +66,7 @@ def save_model(
     built = build_on_meta(config, where)
     expected = {name: w for name, w in built.state_dict().items() if name not in _aliases(built)}
     check_weights(where, expected, {name: weight.shape for name, weight in stored.items()})
-    _refuse_foreign(folder)
+    check_replaceable(folder)
     new = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -276,14 +276,16 @@ def _existing(folder: Path) -> Path:
     return folder if folder.exists() or not _previous(folder).exists() else _previous(folder)
 
 
-def _refuse_foreign(folder: Path) -> None:
-    """Raise a UserError if saving would remove files that do not belong to a model."""
+def check_replaceable(folder: Path) -> None:
+    """Raise a UserError if saving a model there would remove files that do not belong to one."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"cannot save the model in {folder}: it is a file")
     if folder.is_dir():
         foreign = sorted({path.name for path in folder.iterdir()} - {WEIGHTS, CONFIG})
         if foreign:
-            raise UserError(f"cannot save the model in {folder}: it holds {_list(foreign)}")
+            raise UserError(
+                f"cannot save the model in {folder}: it holds {_list(foreign)}; move this elsewhere"
+            )
         if _is_foreign(folder / CONFIG):
             raise UserError(f"cannot save the model in {folder}: it holds a model of another kind")
 

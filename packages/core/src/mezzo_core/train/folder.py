@@ -18,6 +18,7 @@ from mezzo_core.data import SourceConfig
 from mezzo_core.data.texts import TextConfig
 from mezzo_core.errors import UserError
 from mezzo_core.files import acquire, read_json, write_whole
+from mezzo_core.nn.checkpoint import check_replaceable
 from mezzo_core.paths import check_writable
 from mezzo_core.train.config import TrainConfig
 
@@ -61,7 +62,7 @@ def check_folder(out: Path, config: TrainConfig, *, resume: bool) -> None:
 
     Raises:
         UserError: if the folder has files that may not be a run's, or holds a different run, or
-            the model that this run starts from would be removed.
+            the model that this run starts from, or a user's file beside it, would be removed.
     """
     names = [name for name in (_CONFIG, *_WRITTEN) if os.path.lexists(out / name)]
     for name in (*names, _LOCK):
@@ -91,6 +92,7 @@ def check_folder(out: Path, config: TrainConfig, *, resume: bool) -> None:
             f"starting over in {out} would remove the model that it is to start from: "
             "train into another folder"
         )
+    check_replaceable(out / "model")
 
 
 @contextmanager
@@ -236,9 +238,13 @@ def check_corpus(out: Path, data: SourceConfig, fingerprint: str) -> None:
 
 
 def _remove_run(out: Path) -> None:
-    for name in _WRITTEN:
-        path = out / name
-        if path.is_dir():
+    """Remove a run's files. A user's own files beside the checkpoints stay."""
+    steps = (path for name in ("step-*", ".step-*") for path in out.glob(f"checkpoints/{name}"))
+    for path in (*steps, *(out / name for name in _WRITTEN)):
+        if path == out / "checkpoints":
+            with suppress(OSError):
+                path.rmdir()
+        elif path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
