@@ -59,8 +59,8 @@ def test_init_weights_leaves_nothing_of_what_was_there(wide):
     assert abs(used.embed.weight.std() / 0.1 - 1) < 0.05
 
 
-def test_layer_norms_are_reset_too():
-    norm = nn.LayerNorm(4)
+@pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.GroupNorm(2, 4)])
+def test_norms_are_reset_too(norm):
     nn.init.constant_(norm.weight, 5.0)
     nn.init.constant_(norm.bias, 5.0)
     init_weights(nn.Sequential(norm, nn.RMSNorm(4, elementwise_affine=False)))

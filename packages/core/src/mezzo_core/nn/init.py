@@ -15,8 +15,8 @@ def init_weights(model: nn.Module, std: float = 0.02) -> None:
     | `nn.Embedding` (tied head included)            | `weight`      | N(0, std)                |
     | `nn.Linear`, wherever it is                    | `weight`      | N(0, std)                |
     | `nn.Linear`                                    | `bias`        | 0                        |
-    | `nn.RMSNorm`, `nn.LayerNorm`                   | `weight`      | 1                        |
-    | `nn.LayerNorm`                                 | `bias`        | 0                        |
+    | `nn.RMSNorm`, `nn.LayerNorm`, `nn.GroupNorm`   | `weight`      | 1                        |
+    | `nn.LayerNorm`, `nn.GroupNorm`                 | `bias`        | 0                        |
     | a mixer, block or stack, by `init_own_weights` | its choice    | its own, after the above |
 
     No matrix is scaled with depth. Weights are drawn in the order of `model.modules()`, so
@@ -32,10 +32,10 @@ def init_weights(model: nn.Module, std: float = 0.02) -> None:
             nn.init.normal_(module.weight, std=std)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.RMSNorm | nn.LayerNorm):
+        elif isinstance(module, nn.RMSNorm | nn.LayerNorm | nn.GroupNorm):
             if module.weight is not None:
                 nn.init.ones_(module.weight)
-            if isinstance(module, nn.LayerNorm) and module.bias is not None:
+            if not isinstance(module, nn.RMSNorm) and module.bias is not None:
                 nn.init.zeros_(module.bias)
     init_own_weights(model)
 

@@ -239,12 +239,12 @@ def check_corpus(out: Path, data: SourceConfig, fingerprint: str) -> None:
 
 def _remove_run(out: Path) -> None:
     """Remove a run's files. A user's own files beside the checkpoints stay."""
-    steps = (path for name in ("step-*", ".step-*") for path in out.glob(f"checkpoints/{name}"))
-    for path in (*steps, *(out / name for name in _WRITTEN)):
-        if path == out / "checkpoints":
-            with suppress(OSError):
-                path.rmdir()
-        elif path.is_dir() and not path.is_symlink():
+    checkpoints = out / "checkpoints"
+    others = (out / name for name in _WRITTEN if name != checkpoints.name)
+    for path in (*checkpoints.glob("step-*"), *checkpoints.glob(".step-*"), *others):
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+    with suppress(OSError):  # where other files are left
+        checkpoints.rmdir()
