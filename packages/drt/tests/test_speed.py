@@ -1,6 +1,7 @@
 """The speeds on a CPU: that they are of what they say."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from mezzo_drt.recipes import tiny
 from mezzo_drt.reproduction import speed
 from mezzo_drt.reproduction.claims import REPRODUCTION
 from mezzo_drt.reproduction.speed import (
+    CAN_OFFLOAD,
     DRT1,
     DRY,
+    LANDMARK,
     OFFLOADED,
     PAPER,
     SPEEDS,
@@ -26,16 +29,20 @@ def quiet(line):
 def test_the_state_is_what_a_prompt_leaves(tmp_path):
     ours = SPEEDS.measure("inference", DRY, tmp_path, quiet)
     memory = OFFLOADED[False][1]
-    for group, model in ours.rows:
-        lm = model_config(model, tiny()).build()
+    for (group, model), offload in product(ours.rows, OFFLOADED):
+        if offload and model not in CAN_OFFLOAD:
+            continue
+        drt = replace(tiny().drt, offload=offload)
+        lm = model_config(model, replace(tiny(), drt=drt)).build()
         room = DRY.prompts[group] + 2 * 16 + 2 + 3 * DRY.new_tokens
         told = (lm.state_bytes(room) + lm.host_state_bytes(room)) / 1e9
-        assert ours.by_seed(model, memory, group)[0] == pytest.approx(told, rel=0.1)
+        found = ours.by_seed(model, OFFLOADED[offload][1], group)
+        assert found[0] == pytest.approx(told, rel=0.1)
     longer = [ours.typical(DRT1, memory, group) for group in DRY.prompts]
     assert longer[0] < longer[1]
-    # On a CPU both sides are one: offload has what is fetched besides.
-    for group in DRY.prompts:
-        assert ours.typical(DRT1, OFFLOADED[True][1], group) > ours.typical(DRT1, memory, group)
+    # On a CPU both sides are one: offload has what is fetched, or kept near, besides.
+    for model, group in product((DRT1, LANDMARK), DRY.prompts):
+        assert ours.typical(model, OFFLOADED[True][1], group) > ours.typical(model, memory, group)
 
 
 def test_a_text_is_read_whole():

@@ -259,7 +259,8 @@ class _Draft:
         self.model, self.sampler, self.noise, self.rules = model, sampler, noise, rules
         _, state = read_prompts(model, prompts, prefill_tokens)
         self.state = model.reserve(state, room)
-        self.graphs = Graphs(newest.device)
+        waits = model.stack.step_waits()
+        self.graphs = Graphs(torch.device("cpu") if waits else newest.device)
         # Buffers, as all that follows: graphs read them.
         self.tokens = newest.clone()
         self.count = newest.new_zeros(1)  # how many tokens were read since the last check

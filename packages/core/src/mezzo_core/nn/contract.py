@@ -235,13 +235,21 @@ class AbstractSequenceModule(nn.Module, ABC):
                 next call overwrites the tensors that it has returned.
         """
 
+    def step_waits(self) -> bool:
+        """Tell whether `step` waits for the GPU, so that no CUDA graph can hold it.
+
+        Decoders then run it eagerly. By default it does if the step of a part does.
+        """
+        parts = (part for part in self.modules() if isinstance(part, AbstractSequenceModule))
+        return any(part.step_waits() for part in parts if part is not self)
+
     def step(self, x: Tensor, state: Any) -> Tensor:
         """Decode one token of every row, overwriting the state in place.
 
-        The call never waits for the GPU and no shape depends on values, so it can be captured in a
-        CUDA graph. It needs gradients to be off. On a CPU, a step beyond the reserved room raises
-        an error. On a GPU this check would have to wait: there such a step writes nothing out of
-        bounds, but its outputs are meaningless.
+        Unless `step_waits`, the call never waits for the GPU and no shape depends on values, so it
+        can be captured in a CUDA graph. It needs gradients to be off. On a CPU, a step beyond the
+        reserved room raises an error. On a GPU this check would have to wait: there such a step
+        writes nothing out of bounds, but its outputs are meaningless.
 
         This default is for states of fixed size. A module whose state grows must override
         `reserve` and `step`, and check its room in `check_step`: where that raises, in any layer,

@@ -16,7 +16,8 @@ class Decoder:
 
     The first step runs eagerly. On a GPU the second step is captured as a CUDA graph, and from then
     on a step is one launch (`Graphs`). What the model runs before some steps (`before_step`)
-    becomes another graph in the same way.
+    becomes another graph in the same way. Steps that wait for the GPU (`step_waits`) stay
+    eager.
     """
 
     def __init__(
@@ -45,7 +46,8 @@ class Decoder:
         self.sampler = sampler
         self.generator = generator
         self.rules = rules
-        self._graphs = Graphs(tokens.device, _generators(generator))
+        device = torch.device("cpu") if model.stack.step_waits() else tokens.device
+        self._graphs = Graphs(device, _generators(generator))
 
     @torch.inference_mode()
     def step(self) -> Tensor:

@@ -52,14 +52,18 @@ class ModelSize:
         return MLPConfig("swiglu", self.hidden)
 
 
-def landmark_lm(size: ModelSize, chunk_size: int = 64) -> LMConfig:
-    """Return the Landmark Attention model, which sees 12 chunks; train it on rows of so many."""
+def landmark_lm(size: ModelSize, chunk_size: int = 64, *, offload: bool = False) -> LMConfig:
+    """Return the Landmark Attention model, which sees 12 chunks; train it on rows of so many.
+
+    With `offload` a state keeps its chunks in the host's memory.
+    """
     stack = LandmarkConfig(
         num_layers=size.num_layers,
         head_dim=size.head_dim,
         chunk_size=chunk_size,
         mlp=size.mlp,
         norm_eps=NORM_EPS,
+        offload=offload,
     )
     return LMConfig(size.vocab_size, size.d_model, norm_eps=NORM_EPS, stack=stack)
 

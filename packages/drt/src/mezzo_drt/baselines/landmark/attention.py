@@ -120,20 +120,35 @@ def dense(q: Tensor, k: Tensor, v: Tensor, places: Places, reach: Reach) -> Tens
 
 def gathered(q: Tensor, k: Tensor, v: Tensor, places: Places, reach: Reach) -> Tensor:
     """Gather the chunks that each query and head sees: for many chunks."""
-    B, _, H, D = q.shape
-    P = k.shape[2]
-    chunk, offset, first = (x[..., None] for x in places)
-    near = chunk - torch.arange(reach.local + 1, device=q.device)  # (B, X, local + 1), own first
-    near = torch.where(near >= first, near, -1)[:, :, None].expand(-1, -1, H, -1)
-    index = torch.cat([near, _retrieve(q, k[:, :, -1], places, reach, P)], -1)  # (B, X, H, A)
+    index = choose(q, k[:, :, -1], places, reach, k.shape[2])
+    rows = torch.arange(q.shape[0], device=q.device)[:, None, None, None]
+    heads = torch.arange(q.shape[2], device=q.device)[:, None]
+    # (B, X, H, A, P, D): two indices apart from each other put their axes first.
+    k, v = (x[rows, index.clamp(min=0), :, heads] for x in (k, v))
+    return attend(q, k, v, index, places, reach)
+
+
+def choose(q: Tensor, landmarks: Tensor, places: Places, reach: Reach, P: int) -> Tensor:
+    """Return (B, X, H, A), the chunks that each query and head sees, -1 for none.
+
+    Its own comes first, then the local ones, the nearest first, then those that it retrieves.
+    `landmarks` is (B, N, H, D).
+    """
+    chunk, _, first = (x[..., None] for x in places)
+    near = chunk - torch.arange(reach.local + 1, device=q.device)
+    near = torch.where(near >= first, near, -1)[:, :, None].expand(-1, -1, q.shape[2], -1)
+    return torch.cat([near, _retrieve(q, landmarks, places, reach, P)], -1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, index: Tensor, places: Places, reach: Reach) -> Tensor:
+    """Attend to the chunks (B, X, H, A) of `choose`, whose k and v are (B, X, H, A, P, D)."""
+    D, P = q.shape[-1], k.shape[-2]
+    chunk, offset, _ = (x[..., None] for x in places)
     is_there = index >= 0
-    rows = torch.arange(B, device=q.device)[:, None, None, None]
-    heads = torch.arange(H, device=q.device)[:, None]
     hidden = ~is_there[..., None].expand(*index.shape, P).clone()
     tokens = torch.arange(P, device=q.device)
     hidden[..., 0, :] = ((tokens > offset) | (tokens == P - 1))[:, :, None]
-    # (B, X, H, A, P, D): two indices apart from each other put their axes first.
-    k, v = (x[rows, index.clamp(min=0), :, heads].masked_fill(hidden[..., None], 0) for x in (k, v))
+    k, v = (x.masked_fill(hidden[..., None], 0) for x in (k, v))
     distance = (chunk[..., None] - index).clamp(0, reach.furthest)
     angle = distance * P + offset[..., None]
     turned = _rotate(

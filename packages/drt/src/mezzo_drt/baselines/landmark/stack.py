@@ -6,33 +6,33 @@ ones, where each token picks its chunks in every layer and head.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn import AbstractStack, MLPConfig
 from mezzo_core.nn.linear import Linear
-from mezzo_core.ops.checks import can_look, check_counts, check_number, check_size
+from mezzo_core.ops.checks import can_look, check_number, check_size
 from mezzo_core.ops.padding import without_padding
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mezzo_drt.baselines.landmark.attention import Places, Reach, landmark_attention, rotate_keys
+from mezzo_drt.baselines.landmark.offload import (
+    Held,
+    attend_,
+    brought,
+    nearest,
+    store_,
+    stored,
+)
+from mezzo_drt.baselines.landmark.state import (
+    LandmarkState,
+    Near,
+    check_chunks,
+    grown,
+    initial_state,
+)
 from mezzo_drt.places import packed_chunks
-
-
-class LandmarkState(NamedTuple):
-    """Keys and values of all places of a row so far, in chunks.
-
-    Attributes:
-        k: (B, Y, N, L + 1, H, D) keys of Y layers. Places beyond the newest token are room.
-        v: likewise the values.
-        seen: (B,) int64, the tokens of each row.
-    """
-
-    k: Tensor
-    v: Tensor
-    seen: Tensor
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ class LandmarkConfig:
         mlp: of each layer.
         rope_base: base of RoPE.
         norm_eps: epsilon of all norms.
+        offload: whether a state keeps the chunks in the host's memory; same outputs. A step waits
+            for the GPU in each layer, to fetch the chunks that it picks.
     """
 
     num_layers: int = 12
@@ -64,6 +66,7 @@ class LandmarkConfig:
     mlp: MLPConfig = field(default_factory=lambda: MLPConfig("swiglu"))
     rope_base: float = 10_000.0
     norm_eps: float = 1e-5
+    offload: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -101,13 +104,23 @@ class LandmarkLayer(nn.Module):
 
         The grids are overwritten where gradients are off.
         """
-        h = self.attention_norm(x)
-        q, k, v = (w(h).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        k = rotate_keys(k, places.offset, self.reach.rope_base)
+        q, k, v = self._project(x, places)
         k_grid, v_grid = (_write(grid, new, places) for grid, new in ((k_grid, k), (v_grid, v)))
         out = landmark_attention(q, k_grid.to(q.dtype), v_grid.to(q.dtype), places, self.reach)
+        return self._add(x, out), k_grid, v_grid
+
+    def step(self, x: Tensor, held: Held, places: Places) -> Tensor:
+        """Run the newest places (B, X, C), of which the chunks are offloaded; waits for a GPU."""
+        return self._add(x, attend_(*self._project(x, places), held, places, self.reach))
+
+    def _project(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
+        h = self.attention_norm(x)
+        q, k, v = (w(h).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+        return q, rotate_keys(k, places.offset, self.reach.rope_base), v
+
+    def _add(self, x: Tensor, out: Tensor) -> Tensor:
         x = x + self.wo(out.flatten(2))
-        return x + self.mlp(self.mlp_norm(x)), k_grid, v_grid
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class LandmarkStack(AbstractStack):
@@ -167,32 +180,46 @@ class LandmarkStack(AbstractStack):
         if state is None:
             seen = torch.zeros(B, dtype=torch.int64, device=x.device)
             return self._run(x, *self._room(B, -(-T // L)), self._places(seen, T))[0], None
-        grids = self._grown(state, T)
-        y, k, v = self._run(x, *grids, self._places(state.seen, T))
-        return y, LandmarkState(k, v, state.seen + (T if lengths is None else lengths))
+        after = state.seen + (T if lengths is None else lengths)
+        room, places = grown(state, T, L), self._places(state.seen, T)
+        if self.config.offload:
+            return self._run_offloaded(x, room, after, places)
+        y, k, v = self._run(x, room.k, room.v, places)
+        return y, LandmarkState(k, v, after, room.near)
 
     def step(self, x: Tensor, state: LandmarkState) -> Tensor:
-        """Decode one token of every row, (B, 1, C) to (B, 1, C), overwriting the state in place."""
+        """Decode one token of every row, (B, 1, C) to (B, 1, C), overwriting the state in place.
+
+        It waits for a GPU if chunks are offloaded.
+        """
         self.check_step(x, state)
-        num_chunks = state.k.shape[2]
-        if not x.is_cuda and (state.seen // self.config.chunk_size >= num_chunks).any():
+        num_chunks, offload = check_chunks(state), self.config.offload
+        seen = state.seen.cpu() if offload else state.seen
+        if not seen.is_cuda and (seen // self.config.chunk_size >= num_chunks).any():
             raise ValueError(f"state has room for {num_chunks} chunks: reserve more")
-        y, *_ = self._run(x, state.k, state.v, self._places(state.seen, 1))
+        places = self._places(state.seen, 1)
+        if offload:
+            y = self._step_offloaded(x, state, seen, places)
+        else:
+            y, *_ = self._run(x, state.k, state.v, places)
         state.seen.add_(1)
         return y
+
+    def step_waits(self) -> bool:
+        """Tell that a step waits for the GPU if chunks are offloaded."""
+        return self.config.offload
 
     def reserve(self, state: LandmarkState, num_tokens: int) -> LandmarkState:
         """Return a copy of the state with room for `num_tokens` more tokens of every row."""
         self.check_reserve(state, num_tokens)
-        return LandmarkState(*self._grown(state, num_tokens), state.seen.clone())
+        return grown(state, num_tokens, self.config.chunk_size)
 
     def _run(
         self, x: Tensor, k: Tensor, v: Tensor, places: Places
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run tokens and, behind them, landmarks; the grids are (B, Y, N, P, H, D)."""
         T = x.shape[1]
-        landmarks = self.landmark.to(x.dtype).expand(x.shape[0], places.chunk.shape[1] - T, -1)
-        x = torch.cat([x, landmarks], 1)
+        x = self._with_landmarks(x, places)
         grids = []
         for layer, *its_grids in zip(self.layers, k.unbind(1), v.unbind(1), strict=True):
             x, *its_grids = layer(x, *its_grids, places)
@@ -201,6 +228,51 @@ class LandmarkStack(AbstractStack):
             return x[:, :T], k, v
         k, v = (torch.stack(grid, 1) for grid in zip(*grids, strict=True))
         return x[:, :T], k, v
+
+    def _run_offloaded(
+        self, x: Tensor, state: LandmarkState, after: Tensor, places: Places
+    ) -> tuple[Tensor, LandmarkState]:
+        """Run a segment; the state, which has room for it, is overwritten without gradients.
+
+        The chunks of one layer at a time are on the device.
+        """
+        T, L, W = x.shape[1], self.config.chunk_size, self.config.local_chunks + 1
+        first = min(state.seen.tolist(), default=0) // L  # no chunk before it changes
+        x = self._with_landmarks(x, places)
+        host, near = [state.k, state.v], []
+        for y, layer in enumerate(self.layers):
+            pairs = zip(host, state.near[1:], strict=True)
+            grids = [brought(chunks[:, y], old[:, y], state.seen) for chunks, old in pairs]
+            x, *grids = layer(x, *grids, places)
+            host = [stored(old, y, grid, first) for old, grid in zip(host, grids, strict=True)]
+            near.append((grids[0][:, :, -1], *(nearest(grid, after, W) for grid in grids)))
+        parts = (torch.stack(part, 1) for part in zip(*near, strict=True))
+        return x[:, :T], LandmarkState(host[0], host[1], after, Near(*parts))
+
+    def _step_offloaded(
+        self, x: Tensor, state: LandmarkState, seen: Tensor, places: Places
+    ) -> Tensor:
+        """Run a token of every row, and a landmark only where a row completes its chunk.
+
+        `seen` is on the host.
+        """
+        L = self.config.chunk_size
+        rows = (seen % L == L - 1).nonzero()[:, 0]
+        if not len(rows):
+            places = Places(*(part[:, :1] for part in places))
+        x = self._with_landmarks(x, places)
+        for y, layer in enumerate(self.layers):
+            held = Held(state.k[:, y], state.v[:, y], Near(*(part[:, y] for part in state.near)))
+            x = layer.step(x, held, places)
+        if len(rows):
+            for chunks, near in zip(state[:2], state.near[1:], strict=True):
+                store_(chunks, near, rows, seen[rows] // L)
+        return x[:, :1]
+
+    def _with_landmarks(self, x: Tensor, places: Places) -> Tensor:
+        """Put landmarks behind the tokens (B, T, C), for the places that are more."""
+        count = places.chunk.shape[1] - x.shape[1]
+        return torch.cat([x, self.landmark.to(x.dtype).expand(x.shape[0], count, -1)], 1)
 
     def _places(self, seen: Tensor, num_tokens: int) -> Places:
         """Return the places of tokens that go on from `seen` (B,), and of the landmarks among them.
@@ -235,23 +307,31 @@ class LandmarkStack(AbstractStack):
         k = torch.zeros(batch, *shape, dtype=w.dtype, device=w.device)
         return k, torch.zeros_like(k)
 
-    def _grown(self, state: LandmarkState, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Return copies of the grids with room for `num_tokens` more tokens of every row."""
-        N, L = state.k.shape[2], self.config.chunk_size
-        check_counts("LandmarkStack", "state.seen", state.seen, "N L", N * L)
-        longest = int(state.seen.max()) if N and len(state.seen) else 0
-        more = max(-(-(longest + num_tokens) // L) - N, 0)
-        pad = (0, 0, 0, 0, 0, 0, 0, more)
-        k, v = (F.pad(grid, pad) if more else grid.clone() for grid in state[:2])
-        return k, v
-
     def init_state(self, batch: int) -> LandmarkState:
         """Return the state before the first token."""
-        k, v = self._room(batch, 0)
-        return LandmarkState(k, v, torch.zeros(batch, dtype=torch.int64, device=k.device))
+        c = self.config
+        chunk = (c.chunk_size + 1, self.d_model // c.head_dim, c.head_dim)
+        sizes = (c.num_layers, c.local_chunks + 1, chunk)
+        return initial_state(batch, self.landmark, *sizes, offload=c.offload)
 
     def state_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of keys and values of one sequence: whole chunks, with landmarks."""
+        """Return the bytes of keys and values of one sequence: whole chunks, with landmarks.
+
+        With offload they are those of the near chunks, and one key a chunk, layer and head.
+        """
+        if not self.config.offload:
+            return self._bytes_of_chunks(num_tokens)
+        c = self.config
+        near = self._bytes_of_chunks((c.local_chunks + 1) * c.chunk_size)
+        key = c.num_layers * self.d_model * self.landmark.element_size()
+        return near + -(-num_tokens // c.chunk_size) * key
+
+    def host_state_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of keys and values if they are offloaded, else 0."""
+        return self._bytes_of_chunks(num_tokens) if self.config.offload else 0
+
+    def _bytes_of_chunks(self, num_tokens: int) -> int:
+        """Return the bytes of the keys and values of whole chunks, with landmarks."""
         L = self.config.chunk_size
         places = -(-num_tokens // L) * (L + 1)
         width = 2 * self.config.num_layers * self.d_model
