@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
+from rich.console import Console
 
 from mezzo_core.console import show
 from mezzo_core.errors import UserError, nearest
@@ -131,6 +132,7 @@ def _measure_ruler(
     if asked.num_fewshot is not None:
         raise UserError(f"{name} has its own examples: --num-fewshot does not fit")
     sizes = {"length": asked.max_length, "num_questions": asked.limit}
+    _say_what_is_asked(name)
     found = measure_ruler(
         model,
         tokenizer,
@@ -145,14 +147,19 @@ def _measure_ruler(
 def _measure_longbench(
     model: "LM", tokenizer: "Tokenizer", file: Path, asked: TaskOptions
 ) -> dict[str, Any]:
-    from mezzo_core.eval.longbench import measure_longbench, read_questions
+    from mezzo_core.eval.longbench import check_length, measure_longbench, read_questions
 
     by_task: dict[str, list[Any]] = {}
     for question in read_questions(file):
         by_task.setdefault(question.dataset, []).append(question)
-    length = {} if asked.max_length is None else {"length": asked.max_length}
-    return {
-        f"longbench_{name}": measure_longbench(
+    length = {}
+    if asked.max_length is not None:
+        check_length(asked.max_length, by_task, tokenizer)
+        length["length"] = asked.max_length
+    found = {}
+    for name, questions in by_task.items():
+        _say_what_is_asked(name)
+        found[f"longbench_{name}"] = measure_longbench(
             model,
             tokenizer,
             questions[: asked.limit],
@@ -160,8 +167,11 @@ def _measure_longbench(
             segment_tokens=asked.segment_tokens,
             **length,
         )._asdict()
-        for name, questions in by_task.items()
-    }
+    return found
+
+
+def _say_what_is_asked(task: str) -> None:
+    show(f"asking {task}", Console(stderr=True))
 
 
 def _measure_others(

@@ -67,7 +67,7 @@ def test_an_answer_is_greedy_after_the_first_and_the_last_half(model, tmp_path):
     found = measure_longbench(model, ByteTokenizer(), [right, question], length=length)
     other = SCORES["f1"](ByteTokenizer().decode(new), "é", ())
     assert found == (pytest.approx(50 + 50 * other), length, 2, 2)
-    with pytest.raises(UserError, match="hotpotqa needs a length above 33"):
+    with pytest.raises(UserError, match="of 34 or more is needed by hotpotqa"):
         measure_longbench(model, ByteTokenizer(), [question], length=33)
 
 
@@ -93,11 +93,19 @@ def test_a_command_measures_each_task_of_a_file(model, tmp_path, capsys):
     save_model(model, CONFIG, tmp_path / "model", {"tokenizer": "byte"})
     many = [record(name, all_classes=CLASSES) for name in ("trec", "lcc", "trec", "samsum")]
     file = written(tmp_path / "many.jsonl", *many)
-    words = ["eval", str(tmp_path), "--longbench", str(file), "--seq-len", "300"]
-    with pytest.raises(SystemExit) as end:
-        cli.run(cli.make_app(cli.Paper("mezzo-x", "A paper.", "0.1.0", dict)), words)
-    shown = capsys.readouterr()
-    assert end.value.code == 0, shown.err
+
+    def command(length):
+        words = ["eval", str(tmp_path), "--longbench", str(file), "--seq-len", length]
+        with pytest.raises(SystemExit) as end:
+            cli.run(cli.make_app(cli.Paper("mezzo-x", "A paper.", "0.1.0", dict)), words)
+        return end.value.code, capsys.readouterr()
+
+    code, shown = command("65")
+    assert (code, shown.out) == (2, "")
+    assert "of 130 or more is needed by trec, lcc, samsum" in shown.err
+    code, shown = command("300")
+    assert code == 0, shown.err
+    assert shown.err.splitlines() == ["asking trec", "asking lcc", "asking samsum"]
     results = json.loads(shown.out)["results"]
     asked = {name: found["questions"] for name, found in results.items()}
     assert asked == {"longbench_trec": 2, "longbench_lcc": 1, "longbench_samsum": 1}

@@ -177,7 +177,7 @@ def test_the_command_measures_the_tasks_by_their_names(model, tmp_path, capsys):
 
     sizes = ("--seq-len", "1300", "--limit", "2")
     code, out, err = command("--tasks", "ruler_fwe,ruler_niah_single_1", *sizes)
-    assert code == 0, err
+    assert (code, err) == (0, "asking ruler_fwe\nasking ruler_niah_single_1\n")
     found = json.loads(out)["results"]
     assert list(found) == ["ruler_fwe", "ruler_niah_single_1"]
     assert {(its["length"], its["questions"]) for its in found.values()} == {(1300, 2)}

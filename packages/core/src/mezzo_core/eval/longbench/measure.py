@@ -1,7 +1,7 @@
 """Measures a model on questions of LongBench, which are in a file."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,10 +114,10 @@ def measure_longbench(
     Raises:
         UserError: if the length leaves no room for a prompt.
     """
-    task = TASKS[questions[0].dataset]
+    name = questions[0].dataset
+    check_length(length, [name], tokenizer)
+    task = TASKS[name]
     room = length - task.max_new_tokens - len(tokenizer.begin_tokens)
-    if room < 2:
-        raise UserError(f"{questions[0].dataset} needs a length above {length - room + 1}")
     whole = [tokenizer.encode(task.prompt.format(**each._asdict())) for each in questions]
     half = room // 2
     cut = [each if len(each) <= room else each[:half] + each[-half:] for each in whole]
@@ -126,7 +126,7 @@ def measure_longbench(
         [[*tokenizer.begin_tokens, *tokens] for tokens in cut],
         max_new_tokens=task.max_new_tokens,
         stop_tokens=[token for token in tokenizer.stop_tokens if token < model.vocab_size],
-        stop=_after_a_line(tokenizer) if questions[0].dataset == "samsum" else None,
+        stop=_after_a_line(tokenizer) if name == "samsum" else None,
         prefill_tokens=segment_tokens,
         num_rows=batch_size,
         repetition_penalty=repetition_penalty,
@@ -137,6 +137,14 @@ def measure_longbench(
     ]
     truncated = sum(len(tokens) > room for tokens in whole)
     return Found(100 * sum(scores) / len(scores), length, len(scores), truncated)
+
+
+def check_length(length: int, names: Collection[str], tokenizer: Tokenizer) -> None:
+    """Raise a UserError if a length leaves no room for the prompts of some tasks."""
+    fewest = {name: TASKS[name].max_new_tokens + len(tokenizer.begin_tokens) + 2 for name in names}
+    if short := [name for name in names if fewest[name] > length]:
+        least = max(fewest[name] for name in short)
+        raise UserError(f"a length (--seq-len) of {least} or more is needed by {', '.join(short)}")
 
 
 def _after_a_line(tokenizer: Tokenizer) -> Callable[[Sequence[int]], bool]:
