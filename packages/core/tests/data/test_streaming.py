@@ -31,6 +31,12 @@ def stream_of(shards, **sharing):
     return share_stream("a test", dataset, "text", **sharing)
 
 
+def texts(files):
+    for names in files:
+        for name in names:
+            yield {"text": name}
+
+
 def build(stream, seq_len=16, mask_documents=False, seed=0):
     return StreamedText(
         stream, ByteTokenizer(), seq_len=seq_len, seed=seed, mask_documents=mask_documents
@@ -92,17 +98,22 @@ def test_the_validation_bytes_are_those_of_the_targets(mask_documents):
 
 @pytest.mark.parametrize("mask_documents", [False, True])
 @pytest.mark.parametrize("stop", [0, 1, 7, 8, 23, 60])
-def test_a_resumed_stream_gives_the_same_batches(stop, mask_documents):
-    whole = build(stream_of(["a", "b"]), mask_documents=mask_documents)
-    batches = [whole.train_batch(step, 2) for step in range(stop + 5)]
-    first = build(stream_of(["a", "b"]), mask_documents=mask_documents)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_resumed_stream_gives_the_same_batches(stop, mask_documents, world_size):
+    def build_shard():
+        stream = stream_of(["a", "b"], rank=world_size // 2, world_size=world_size)
+        return build(stream, mask_documents=mask_documents)
+
+    whole, rows = build_shard(), 2 * world_size
+    batches = [whole.train_batch(step, rows) for step in range(stop + 5)]
+    first = build_shard()
     for step in range(stop):
-        first.train_batch(step, 2)
+        first.train_batch(step, rows)
     state = json.loads(json.dumps(first.state_dict()))
-    second = build(stream_of(["a", "b"]), mask_documents=mask_documents)
+    second = build_shard()
     second.load_state_dict(state)
     for step in range(stop, stop + 5):
-        for a, b in zip(batches[step], second.train_batch(step, 2), strict=True):
+        for a, b in zip(batches[step], second.train_batch(step, rows), strict=True):
             assert (a is None and b is None) or torch.equal(a, b)
 
 
@@ -122,8 +133,9 @@ def test_taking_the_state_changes_nothing_and_it_can_be_loaded_into_a_running_st
 
 @pytest.mark.parametrize("sizes", [(31,), (1, 1, 20), (2, 0, 3, 12), (4, 9, 7, 5, 8, 9)])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("by_file", [False, True])
 def test_processes_see_each_document_that_is_not_held_out_once_an_epoch(
-    tmp_path, sizes, world_size
+    tmp_path, sizes, world_size, by_file
 ):
     names = [[f"<{file}:{i}>" for i in range(size)] for file, size in enumerate(sizes)]
     for file, documents in enumerate(names):
@@ -133,19 +145,28 @@ def test_processes_see_each_document_that_is_not_held_out_once_an_epoch(
     expected = [name for documents in names for name in documents][3:]
     seen = []
     for rank in range(world_size):
-        data = config.build(8, None, rank=rank, world_size=world_size)
+
+        def build_shard(rank=rank):
+            if not by_file:
+                return config.build(8, None, rank=rank, world_size=world_size)
+            made = datasets.IterableDataset.from_generator(texts, gen_kwargs={"files": names})
+            sharing = {"rank": rank, "world_size": world_size, "by_file": True}
+            return build(share_stream("a test", made, "text", **sharing), seq_len=8)
+
+        data = build_shard()
         assert data.reads_shard
         whole_files = set().union(*names[rank::world_size])
-        if len(sizes) % world_size == 0 and not whole_files & set(expected):
+        if by_file and len(sizes) % world_size == 0 and not whole_files & set(expected):
             with pytest.raises(UserError, match=r"no training text .* fewer processes"):
                 data.train_batch(0, world_size)
             continue
         assert data.train_batch(0, 2 * world_size).tokens.shape == (2, 8)
-        data = config.build(8, None, rank=rank, world_size=world_size)
-        documents = documents_of(data, 70, world_size)
+        documents = documents_of(build_shard(), 70, world_size)
         epoch = documents[: len(set(documents))]
         assert set(documents[len(epoch) : 2 * len(epoch)]) == set(epoch)
         seen += epoch
+        if not by_file:  # all processes see the same mixture of the files
+            assert sorted(epoch) == sorted(expected[rank::world_size])
     assert sorted(seen) == sorted(expected)
 
 

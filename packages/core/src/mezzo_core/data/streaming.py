@@ -51,9 +51,12 @@ class StreamedText(TextData):
     A document is a row of the data set, or a file (a file of more than `PIECE_CHARACTERS` counts as
     several documents). The held-out documents are those of a text of its own, or the first
     `text_stream.VALIDATION_DOCUMENTS`, or fewer if they are long, of the split "validation" of a
-    hub data set, or of the stream itself, of which a tenth if it has no more. Over any number of
-    processes each other document is seen once an epoch. With masked documents a window has at most
-    T // 16 + 2 documents; if more would fit, the rest of the window is padding.
+    hub data set, or of the stream itself, of which a tenth if it has no more.
+
+    The other documents are dealt out to the processes in turn (of a hub data set whole files, if
+    there are as many for each process), and a process begins anew when it has read all of its own.
+    With masked documents a window has at most T // 16 + 2 documents; if more would fit, the rest of
+    the window is padding.
 
     Batches come in order: `train_batch` must be called for one step after the other, starting from
     step 0, or in a resumed run from the step at which `state_dict` was called. See `BatchSource`
@@ -241,8 +244,11 @@ class StreamedText(TextData):
         dataset = self._stream.dataset
         dataset.load_state_dict(start.block_start or {})
         # `set_epoch` is avoided because it makes datasets 5.2 distribute the shards differently, so
-        # that other documents would be skipped than those held out.
-        rows = itertools.islice(dataset, 0 if start.block_start else self._stream.skipped, None)
+        # that other documents would be skipped than those held out. A block ends with a document
+        # of this process, so those of the others come first in the next.
+        every = self._stream.every
+        first = every - 1 if start.block_start else self._stream.skipped
+        rows = itertools.islice(dataset, first, None, every)
         records = Records(self._stream.text_column, self._stream.skip_bad)
         texts = (piece.text for piece in pieces_of(rows, records, self._stream.name))
         number, block_start, index = start.block, start.block_start, start.index

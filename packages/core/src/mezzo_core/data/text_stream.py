@@ -21,17 +21,18 @@ VALIDATION_DOCUMENTS, VALIDATION_CHARACTERS = 100, 1 << 23
 
 @dataclass(frozen=True)
 class TextStream:
-    """This process's shard of a stream, and the held-out documents, equal in all processes."""
+    """This process's share of a stream, and the held-out documents, equal in all processes."""
 
     name: str
-    dataset: Any  # datasets.IterableDataset
+    dataset: Any  # datasets.IterableDataset, of all files or of this process's
     validation: list[str]
     text_column: str
     rank: int = 0
     world_size: int = 1
     skip_bad: bool = False  # leave out records without text
     identity: str = ""  # identifies the text as far as that is possible without reading it
-    skipped: int = 0  # documents that are skipped at the start of each epoch of this shard
+    skipped: int = 0  # documents of the data set before the first of this process
+    every: int = 1  # this process takes one document in so many
 
 
 def open_stream(
@@ -78,10 +79,14 @@ def open_stream(
             validation = [text for text, _ in found]
     if held_out is not None:
         validation = [piece.text for piece in held_out.read()]
+    # Files of a hub data set are much of one size, and to load all of them takes each process long.
+    by_file = source.startswith(HUB_PREFIX)
     if validation is None:
-        return share_stream(source, train, text_column, **sharing)
-    mine, _ = _share(train, 0, rank, world_size)
-    return TextStream(source, mine, validation, text_column, **sharing)
+        return share_stream(source, train, text_column, by_file=by_file, **sharing)
+    mine, skipped, every = _share(train, 0, rank, world_size, by_file=by_file)
+    return TextStream(
+        source, mine, validation, text_column, skipped=skipped, every=every, **sharing
+    )
 
 
 def share_stream(
@@ -93,8 +98,9 @@ def share_stream(
     rank: int = 0,
     world_size: int = 1,
     identity: str = "",
+    by_file: bool = False,
 ) -> TextStream:
-    """Hold out a data set's first documents and give this process its shard of the others.
+    """Hold out a data set's first documents and give this process its share of the others.
 
     Args:
         name: the stream's name in messages.
@@ -104,15 +110,17 @@ def share_stream(
         rank: this process.
         world_size: how many processes share the stream.
         identity: identifies the text as far as that is possible without reading it.
+        by_file: let processes read whole files where these can be shared out evenly.
     """
     records = Records(text_column, skip_bad)
     found = _first_texts(dataset.take(VALIDATION_DOCUMENTS + 1), records, name)
     has_more = records.read > VALIDATION_DOCUMENTS or _characters(found) >= VALIDATION_CHARACTERS
     found = found[: VALIDATION_DOCUMENTS if has_more else max(len(found) // 10, 1)]
     validation = [text for text, _ in found]
-    mine, skipped = _share(dataset, found[-1][1] if found else 0, rank, world_size)
+    held_out = found[-1][1] if found else 0
+    mine, skipped, every = _share(dataset, held_out, rank, world_size, by_file=by_file)
     return TextStream(
-        name, mine, validation, text_column, rank, world_size, skip_bad, identity, skipped
+        name, mine, validation, text_column, rank, world_size, skip_bad, identity, skipped, every
     )
 
 
@@ -124,25 +132,23 @@ def _file_rows(files: list[str], text_column: str, skip_bad: bool) -> Iterator[d
     records.report(", ".join(files))
 
 
-def _share(dataset: Any, held_out: int, rank: int, world_size: int) -> tuple[Any, int]:
-    """Return this process's shard, and how many of its documents are held out: its first ones.
+def _share(
+    dataset: Any, held_out: int, rank: int, world_size: int, *, by_file: bool
+) -> tuple[Any, int, int]:
+    """Return what this process reads, the documents before its first, and one in how many it takes.
 
-    A process reads every file of the data set and keeps one document in `world_size`, or where they
-    can be shared out evenly, whole files.
+    Documents are dealt out in turn, so that all processes see the same mixture of the files.
 
     Args:
         dataset: the whole data set.
         held_out: how many of its first documents are held out.
         rank: this process.
         world_size: how many processes share the data set.
+        by_file: share out whole files instead, if there are as many for each process.
     """
-    if world_size == 1:
-        return dataset, held_out
     files = dataset.num_shards
-    if files % world_size:
-        distributed = import_library("datasets.distributed", "train")
-        mine = distributed.split_dataset_by_node(dataset, rank=rank, world_size=world_size)
-        return mine, len(range(rank, held_out, world_size))
+    if not by_file or world_size == 1 or files % world_size:
+        return dataset, held_out + rank, world_size
     skipped = 0
     for file in range(files):
         if held_out == 0:
@@ -151,7 +157,7 @@ def _share(dataset: Any, held_out: int, rank: int, world_size: int) -> tuple[Any
         count = sum(1 for _ in itertools.islice(documents, held_out))
         held_out -= count
         skipped += count if file % world_size == rank else 0
-    return dataset.shard(world_size, rank, contiguous=False), skipped
+    return dataset.shard(world_size, rank, contiguous=False), skipped, 1
 
 
 def _first_texts(rows: Any, records: Records, name: str) -> list[tuple[str, int]]:
