@@ -87,8 +87,7 @@ def measure(options: Options) -> None:
         length, questions = 1024, 1
     tokenizer = load_tokenizer(options.tokenizer)
     ask = partial(measure_ruler, tokenizer=tokenizer, length=length, num_questions=questions)
-    speeds = (SPEED,) if options.dry_run else (SPEED, PEAK)
-    columns = (PERPLEXITY, *speeds, RECALL, *needles)
+    columns = (PERPLEXITY, SPEED, PEAK, RECALL, *needles)
     folder = options.runs / "train_200m"
     options.run(
         "train_200m",

@@ -124,9 +124,12 @@ def test_what_comes_before_all_prompts_is_read_once(any_model):
 def test_models_that_can_go_back_take_turns_too(any_model):
     rewinding = any_model.rewinding(3)
     _, begun = rewinding(torch.tensor([[7, 7, 2, 5, 1]]), rewinding.init_state(1))
-    for before in (None, begun):
-        expected = alone(any_model, "greedy", state=before and before.state)
-        assert generate(rewinding, PROMPTS, num_rows=2, state=before, **ENDS) == expected
+    for before in (None, begun, begun.state):
+        plain = before.state if before is begun else before
+        expected = alone(any_model, "greedy", state=plain)
+        for num_rows in (2, None):
+            found = generate(rewinding, PROMPTS, num_rows=num_rows, state=before, **ENDS)
+            assert found == expected
 
 
 def test_samples_take_turns_too(model):

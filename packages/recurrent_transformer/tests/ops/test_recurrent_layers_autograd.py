@@ -1,5 +1,7 @@
 """`recurrent_layers` under autograd, torch.compile and torch.func; what the backward keeps."""
 
+from itertools import product
+
 import pytest
 import torch
 from mezzo_core.testing import assert_close, grads
@@ -129,12 +131,15 @@ def test_opcheck(name, n):
         torch.library.opcheck(ops.recurrent_layers_bwd.default, its)
 
 
-@pytest.mark.parametrize("name", ["two tiles", "packed", "past", "padded"])
+@pytest.mark.parametrize(
+    ("name", "impl"),
+    [*product(["two tiles", "packed", "past", "padded"], ["eager"]), ("past", "reference")],
+)
 @pytest.mark.any_shapes
-def test_compiles_to_one_graph_and_serves_a_second_length(name):
+def test_compiles_to_one_graph_and_serves_a_second_length(name, impl):
     torch._dynamo.reset()
     inputs, options, _ = problem(CASES[name])
-    call = layers(**options)
+    call = layers(impl=impl, **options)
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     assert_same(gradients(compiled, inputs), gradients(call, inputs), 1e-6)
     if name in ("two tiles", "past"):

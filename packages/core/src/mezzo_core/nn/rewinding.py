@@ -96,9 +96,9 @@ class Rewinding(AbstractStack):
 
         Args:
             state: of this module, by `forward` or `reserve`.
-            n: from 0 to R, for all rows or (B,) int64 for each. No row can go back further than
-                where it began, and than R tokens before the furthest place where it was. Values on
-                a GPU are not checked.
+            n: from 0 to R, for all rows or (B,) int64 for each. A row can go back to where it
+                began, and to R tokens before the furthest place where it was. Values on a GPU are
+                not checked.
 
         Raises:
             TypeError: if the state is of another kind of module, or n is no integer.
@@ -192,6 +192,10 @@ class Rewinding(AbstractStack):
         """Return the state with room for `num_tokens` more tokens of every row, for `step`."""
         self.check_reserve(state, num_tokens)
         return Kept(self.module.reserve(state.state, num_tokens), *tree_map(torch.clone, state[1:]))
+
+    def select(self, state: Any, rows: Rows) -> Kept:
+        """Do what `AbstractSequenceModule.select` says; the state may be one of the module."""
+        return super().select(state if isinstance(state, Kept) else self.begin(state), rows)
 
     def copy_rows(self, state: Kept, rows: Tensor | None) -> Kept:
         """Return a copy of the module's state and of what is kept."""

@@ -4,7 +4,7 @@ import hashlib
 import json
 import secrets
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def save_state(
     module = _sequence_module(model)
     module.check_reserve(state, 0)
     told = json.dumps(dict(extra or {}), allow_nan=False)
-    tensors = {str(i): x.detach().contiguous() for i, x in enumerate(tree_leaves(state))}
+    tensors = _apart(tree_leaves(state))
     description = {**_describe(model), "extra": told}
     description["crc32"] = str(_checksum(description, tensors))
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -95,6 +95,17 @@ def load_state(model: LM | AbstractSequenceModule, path: str | Path) -> tuple[An
     with torch.no_grad():  # a module may keep its states where only it can make them
         state = module.copy_rows(state, torch.arange(len(leaves[0]), device=leaves[0].device))
     return state, parse_json(description["extra"])
+
+
+def _apart(leaves: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return tensors by their places, none of which is another: safetensors refuses such."""
+    tensors: dict[str, Tensor] = {}
+    known: set[int] = set()
+    for i, leaf in enumerate(leaves):
+        tensor = leaf.detach().contiguous()
+        tensors[str(i)] = tensor.clone() if tensor.data_ptr() in known else tensor
+        known.add(tensor.data_ptr())
+    return tensors
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:

@@ -121,7 +121,9 @@ def _check(q: Any, k: Any, v: Any, indices: Any, weights: Any, softmax1: Any) ->
         raise ValueError(f"{OP}: q must be (B, N, M, H, D), got {tuple(q.shape)}")
     B, N, _, H, D = q.shape
     if k.ndim != 5 or (k.shape[0], *k.shape[3:]) != (B, H, D) or k.shape[2] == 0:
-        raise ValueError(f"{OP}: k must be ({B}, S, L, {H}, {D}), got {tuple(k.shape)}")
+        raise ValueError(
+            f"{OP}: k must be ({B}, S, L, {H}, {D}), L at least 1, got {tuple(k.shape)}"
+        )
     if v.shape != k.shape:
         raise ValueError(f"{OP}: v must be {tuple(k.shape)} as k, got {tuple(v.shape)}")
     check_indices(OP, indices, k.shape[1])

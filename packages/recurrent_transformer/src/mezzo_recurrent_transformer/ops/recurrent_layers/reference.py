@@ -56,7 +56,9 @@ def recurrent_layer_reference(
     seen, slots = past.lengths[:, None], torch.arange(past.k.shape[1], device=x.device)
     unused = (slots >= seen)[..., None, None]  # they may hold anything, NaN too
     old_k, old_v = past.k.masked_fill(unused, 0), past.v.masked_fill(unused, 0)
-    z, k, v = (list[Tensor]() for _ in range(3))
+    z: list[Tensor] = []
+    k: list[Tensor] = []
+    v: list[Tensor] = []
     for t in range(T):
         first = t - t % form.block_size  # of its block
         keys = torch.cat([old_k, *k[:first], kt[:, first : t + 1]], 1)
