@@ -48,9 +48,11 @@ def test_outputs_that_are_no_numbers_are_refused(model, wrong):
         beam_search(model, [[1, 2]], num_beams=2, max_new_tokens=3)
 
 
-def test_one_beam_is_greedy(model):
-    prompts = [[1, 2, 3], [4], [0, 0]]
+def test_one_beam_is_greedy(model, monkeypatch):
+    prompts, step, steps = [[1, 2, 3], [4], [0, 0]], model.step, []
+    monkeypatch.setattr(model, "step", lambda *args: steps.append(args) or step(*args))
     found = beam_search(model, prompts, num_beams=1, max_new_tokens=7)
+    assert len(steps) == 6  # the prompt gave the first token
     assert [beams[0].tokens for beams in found] == generate(model, prompts, max_new_tokens=7)
 
 

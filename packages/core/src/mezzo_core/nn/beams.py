@@ -61,7 +61,7 @@ def beam_search(
         state = model.reserve(state, max_new_tokens)
         live = [[Beam([], 0.0)] for _ in prompts]
         done: list[list[Beam]] = [[] for _ in prompts]
-        for _ in range(max_new_tokens):
+        for count in range(1, max_new_tokens + 1):
             if not logits.amax(-1).isfinite().all():
                 raise ValueError(NO_NUMBERS)
             scores = logits.double().log_softmax(-1)
@@ -73,7 +73,7 @@ def beam_search(
                 done[i] += ended
                 rows += [before + parent for parent in parents]
                 before += len(beams)
-            if not rows:
+            if not rows or count == max_new_tokens:
                 break
             newest = [beam.tokens[-1] for beams in live for beam in beams]
             state = model.select(state, rows)

@@ -68,8 +68,8 @@ def chunk_gla(
 
     Args:
         q: (B, T, HQ, K) queries; query head h uses head h // (HQ // H).
-        k: (B, T, H, K) keys.
-        v: (B, T, H, V) values.
+        k: (B, T, H, K) keys, in the dtype of q.
+        v: (B, T, H, V) values, likewise.
         g: (B, T, H, K), the log of the forget gate of each key channel, or (B, T, H, 1), that of
             each head; at most 0, float32 (other dtypes are converted). A token with g = 0 and
             k = 0 leaves the state as it is.

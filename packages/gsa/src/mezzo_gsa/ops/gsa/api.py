@@ -92,15 +92,15 @@ def chunk_gsa(
 
     Args:
         q: (B, T, HQ, K) queries; query head h uses head h // (HQ // H).
-        k: (B, T, H, K) keys.
-        v: (B, T, H, V) values.
+        k: (B, T, H, K) keys, in the dtype of q.
+        v: (B, T, H, V) values, likewise.
         g: (B, T, H, M) log of the forget gate, at most 0, float32 (other dtypes are converted);
             None: nothing decays, and s must be given.
         s: (B, T, H, M) write strength; None: 1 - exp(g). A token with g = 0 and without s leaves
             the memories as they are.
         scale: multiplies q; any finite number.
-        between: the function that makes the weights of the slots from K~ q. "softmax" is GSA; the
-            others are the paper's ablation (Table 2).
+        between: the function that makes the weights of the slots from K~ q. "softmax" is GSA;
+            "none", "swish", "relu" and "relu_squared" are the paper's ablation (Table 2).
         initial_state: K~ and V~ before the first token, (B, H, M, K) and (B, H, M, V), with S in
             place of B when packed. None: zeros.
         cu_seqlens: (S + 1,) int32 or int64 borders of S sequences packed in one row (B = 1). They
