@@ -62,10 +62,14 @@ def test_what_has_no_readers_is_named(indices, S, message):
         (ValueError, r"q must be \(B, N, M, H, D\), got \(3, 5\)", {"q": torch.ones(3, 5)}),
         (
             ValueError,
-            r"k must be \(2, S, L, 2, 16\), got \(2, 4, 4, 2, 8\)",
+            r"k must be \(2, S, L, 2, 16\), L at least 1, got \(2, 4, 4, 2, 8\)",
             {"k": torch.ones(B, S, L, H, 8)},
         ),
-        (ValueError, "k must be", {"k": torch.ones(B, S, 0, H, D), "v": torch.ones(B, S, 0, H, D)}),
+        (
+            ValueError,
+            "L at least 1, got",
+            {"k": torch.ones(B, S, 0, H, D), "v": torch.ones(B, S, 0, H, D)},
+        ),
         (ValueError, r"v must be \(2, 4, 4, 2, 16\) as k", {"v": torch.ones(B, S, 3, H, D)}),
         (TypeError, "q, k and v must have one dtype", {"v": torch.ones(B, S, L, H, D).half()}),
         (TypeError, "indices must be an int64 tensor", {"indices": torch.ones(B, N, R)}),
