@@ -51,6 +51,16 @@ def test_in_parts_equals_the_reference(impl, sizes, dtype, few_rows):
     assert [grad.dtype for grad in found[2:]] == [dtype] * 2
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_targets_may_lie_apart(impl):
+    x, w, targets = inputs(*SIZES[0])
+    apart = torch.stack([targets, torch.full_like(targets, -7)], 1)[:, 0]
+    for found, wanted in zip(
+        run(x, w, apart, impl=impl), run(x, w, targets, impl=impl), strict=True
+    ):
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("sizes", SIZES)
 def test_float64_is_exact(sizes, few_rows):
     x, w, targets = inputs(*sizes, dtype=torch.float64)

@@ -226,6 +226,10 @@ def test_several_tokens_are_as_many_steps(impl, dtype, options):
             **inputs, state=state, lengths=lengths, certain=certain, impl=impl
         )
         _, then = recurrent_gsa_projected(**inputs, state=state, lengths=certain, impl=impl)
+        both = torch.stack([lengths, certain, torch.full_like(lengths, -7)], 1)
+        apart = dict(zip(("lengths", "certain"), both.unbind(1), strict=False))
+        again, same = recurrent_gsa_projected(**inputs, state=state, **apart, impl=impl)
+    assert all(map(torch.equal, (again, *same), (ahead, *last)))
     truth, expected = one_by_one(inputs, state, lengths, impl)
     assert_close("y", y, truth, rtol=LOW[dtype])
     assert torch.equal(y[0], whole[0])

@@ -291,6 +291,15 @@ def test_a_packed_sequence_that_broke_breaks_no_other():
     assert found["z"][0, 1:5].isfinite().all()
 
 
+@pytest.mark.parametrize("impl", ["reference", "eager"])
+def test_the_past_may_have_another_dtype(impl):
+    inputs, options, _ = problem(CASES["after a past"])
+    wanted, *_ = layers(impl, **options)(**inputs)
+    low = {name: x if name in ("k", "v") else x.bfloat16() for name, x in inputs.items()}
+    found, *_ = layers(impl, **options)(**low)
+    assert_close("z", found, wanted, rtol=2e-2)
+
+
 def test_padding_leaves_the_past_alone():
     inputs, options, pull = problem(CASES["padded"])
     found = run("eager", inputs, options, pull)

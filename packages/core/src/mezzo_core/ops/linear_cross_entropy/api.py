@@ -57,7 +57,7 @@ def linear_cross_entropy(
     dtype = _check(x, weight, targets, ignore_index)
     unsupported = None if dtype in TRITON_DTYPES else str(dtype)
     chosen = resolve_impl("linear_cross_entropy", impl, x.device, unsupported)
-    rows, flat = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    rows, flat = x.reshape(-1, x.shape[-1]), targets.reshape(-1).contiguous()
     if impl == "reference":
         loss, hits = reference.linear_cross_entropy_fwd(rows, weight, flat, ignore_index)
         return CrossEntropy(loss, hits.view(targets.shape))

@@ -17,7 +17,8 @@ class RATState(NamedTuple):
     """The state of a batch whose rows may have seen different numbers of tokens.
 
     A row that has seen n tokens has n // L closed chunks, in slots 0 to n // L - 1 of `k_ends` and
-    `v_ends`. Later slots are never read. `reserve` adds slots when more are needed.
+    `v_ends`. Later slots are never read. A state without slots has seen no token; `reserve` adds
+    slots when more are needed.
     """
 
     k: Tensor
@@ -52,8 +53,9 @@ def check_slots(op: str, argument: str, state: RATState, chunk_size: int) -> Non
     Raises:
         ValueError: if a row has seen more tokens, or fewer than none.
     """
-    most = state.k_ends.shape[1] * chunk_size + chunk_size - 1
-    check_counts(op, f"{argument}.lengths", state.lengths, "N L + L - 1", most)
+    N, L = state.k_ends.shape[1], chunk_size
+    symbol, most = ("N L + L - 1", N * L + L - 1) if N else ("N", 0)
+    check_counts(op, f"{argument}.lengths", state.lengths, symbol, most)
 
 
 def reserve(state: RATState, num_tokens: int, chunk_size: int) -> RATState:

@@ -55,7 +55,7 @@ def recurrent_layer_reference(
         past = Past(kt[:, :0], vt[:, :0], torch.zeros(B, dtype=torch.int64, device=x.device))
     seen, slots = past.lengths[:, None], torch.arange(past.k.shape[1], device=x.device)
     unused = (slots >= seen)[..., None, None]  # they may hold anything, NaN too
-    old_k, old_v = past.k.masked_fill(unused, 0), past.v.masked_fill(unused, 0)
+    old_k, old_v = (old.to(kt.dtype).masked_fill(unused, 0) for old in past[:2])
     z: list[Tensor] = []
     k: list[Tensor] = []
     v: list[Tensor] = []

@@ -204,6 +204,7 @@ def _launch(
     strides = [0 if x is None else x.stride(0) for x in inputs]
     (x_q, x_k, x_v, x_g, x_s), (stride_q, stride_k, stride_v, *stride_gs) = inputs, strides
     parts = torch.empty((B, T, H, G, NK, M), dtype=torch.float32, device=q.device)
+    lengths, certain = (None if n is None else n.contiguous() for n in (lengths, certain))
     inverse_damping = 1.0 if form.damping is None else 1 / form.damping
     sizes = {
         "H": H, "G": G, "M": M, "BM": next_power_of_2(M), "num_warps": 4,

@@ -253,10 +253,15 @@ def scan_bwd(
 def attend_continued(x: Tensor, bias: Tensor | None, state: RATState, plan: Plan) -> Continued:
     """Continue a state, which must have a slot for every chunk that these tokens reach."""
     scanned = scan_chunks(x, bias, plan, state.k, state.v)
-    slots = _slots(plan, state.k_ends.shape[1])
+    B, num_slots = state.k_ends.shape[:2]
+    slots = _slots(plan, num_slots)
+    # Slots of chunks that a row has not begun may hold NaN, and attention multiplies them by 0.
+    begins = torch.arange(num_slots + 1, device=x.device) * plan.form.chunk_size
+    unread = begins >= state.lengths[:, None]
     ends = []
     for old, new in ((state.k_ends, scanned.k_ends), (state.v_ends, scanned.v_ends)):
-        grown = torch.cat([old, old.new_zeros(old.shape[0], 1, *old.shape[2:])], dim=1)
+        grown = torch.cat([old, old.new_empty(B, 1, *old.shape[2:])], dim=1)
+        grown.masked_fill_(unread[..., None, None], 0)
         ends.append(grown.scatter_(1, slots.expand_as(new), new))
     k_ends, v_ends = ends
     y, lse = attend_ends(x, scanned._replace(k_ends=k_ends, v_ends=v_ends), plan)
