@@ -368,7 +368,7 @@ def test_a_cuda_step_never_waits_for_the_gpu(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["rope", "window", "alibi"])
+@pytest.mark.parametrize("name", ["rope", "window", "alibi", "layer norms"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_cuda_mixer_compiles_into_one_graph(name, packed):
     torch._dynamo.reset()

@@ -1,10 +1,10 @@
-"""RMSNorm of inputs and weights of two dtypes."""
+"""Norms of inputs and weights of two dtypes."""
 
 import warnings
 
 import pytest
 import torch
-from mezzo_core.nn.norm import RMSNorm
+from mezzo_core.nn.norm import RMSNorm, build_norm
 from mezzo_core.testing import assert_close
 from torch import nn
 
@@ -33,3 +33,13 @@ def test_it_is_pytorchs_norm_without_its_warning(dtype, weight):
     for (name, its), out, ref in zip(dtypes.items(), found, right, strict=True):
         assert out.dtype == its
         assert_close(name, out, ref, rtol=RTOL[its])
+
+
+def test_a_layer_norm_has_its_inputs_dtype_where_autocast_makes_it_wide(monkeypatch):
+    """As autocast does on a GPU."""
+    real = nn.functional.layer_norm
+    monkeypatch.setattr(nn.functional, "layer_norm", lambda x, *rest: real(x.float(), *rest))
+    x = torch.randn(5, 48).bfloat16()
+    y = build_norm("layer", 48, 1e-5)(x)
+    assert y.dtype == torch.bfloat16
+    assert_close("y", y.float(), real(x.float(), (48,)), rtol=5e-3)

@@ -170,6 +170,23 @@ def test_large_scores_do_not_overflow():
 
 
 @impls
+def test_products_beyond_float16_do_not_overflow(impl):
+    inputs = problem([9], S=9, dtype=torch.float16)
+    for name in ("q", "k"):
+        inputs[name] = inputs[name].sign() * 60
+    inputs["k"][:, 4] = inputs["q"][:, 0]  # 32 products of 3,600
+    truth = by_hand(**{**inputs, **{name: inputs[name].double() for name in ("q", "k", "v")}})
+    assert_close("out", decode_attention(**inputs, impl=impl), truth, rtol=5e-3)
+
+
+def test_autocast_changes_nothing():
+    inputs = problem([5, 3], S=8)
+    with torch.autocast(inputs["q"].device.type, torch.bfloat16):
+        found = decode_attention(**inputs, impl="reference")
+    assert torch.equal(found, decode_attention(**inputs, impl="reference"))
+
+
+@impls
 def test_opcheck(impl):
     inputs = problem([3, 9], S=8, slopes=True)
     arguments = (*inputs.values(), 32**-0.5, impl)

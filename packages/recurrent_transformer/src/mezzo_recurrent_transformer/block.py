@@ -15,7 +15,7 @@ from mezzo_core.nn.attention import (
 )
 from mezzo_core.nn.linear import Linear, is_unchanged
 from mezzo_core.nn.mlp import GELUMLP, MLPConfig
-from mezzo_core.nn.norm import RMSNorm, build_norm
+from mezzo_core.nn.norm import LayerNorm, RMSNorm, build_norm
 from mezzo_core.ops.checks import check_size
 from mezzo_core.ops.decode_attention import append_token_, decode_attention
 from mezzo_core.ops.precision import accumulation_dtype
@@ -254,7 +254,7 @@ def _is_adapted(part: nn.Module) -> bool:
 _LINEAR = (Linear.forward, nn.Linear.forward)
 _NORMS = {
     "rms": (RMSNorm.forward, nn.RMSNorm.forward),
-    "layer": (nn.LayerNorm.forward,),
+    "layer": (LayerNorm.forward, nn.LayerNorm.forward),
     "none": (nn.Identity.forward,),
 }
 

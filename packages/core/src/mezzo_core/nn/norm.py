@@ -26,6 +26,14 @@ class RMSNorm(nn.RMSNorm):
         return y.to(x.dtype)
 
 
+class LayerNorm(nn.LayerNorm):
+    """`nn.LayerNorm` whose result has the input's dtype, where autocast makes it float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x less its mean, over its standard deviation, times the weight."""
+        return super().forward(x).to(x.dtype)
+
+
 def is_plain_norm(norm: nn.Module, eps: float) -> bool:
     """Tell whether a module computes only RMSNorm(x), so that a kernel may do it in its place.
 
@@ -44,4 +52,4 @@ def build_norm(kind: NormKind, width: int, eps: float) -> nn.Module:
     """Build a norm over the last dimension, on torch's default device."""
     if kind == "rms":
         return RMSNorm(width, eps)
-    return nn.LayerNorm(width, eps, bias=False) if kind == "layer" else nn.Identity()
+    return LayerNorm(width, eps, bias=False) if kind == "layer" else nn.Identity()

@@ -9,7 +9,7 @@ from torch import Tensor
 from mezzo_core.ops.checks import check_counts, check_floating, check_number
 from mezzo_core.ops.decode_attention import reference
 from mezzo_core.ops.impl import Impl, resolve_impl
-from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.ops.precision import accumulation_dtype, without_autocast
 
 TRITON_WIDTHS = (32, 64, 128, 256)
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -250,7 +250,8 @@ def _decode_attention(
         from mezzo_core.ops.decode_attention import triton
 
         return triton.decode_attention_fwd(q, k, v, lengths, slopes, scale)
-    return reference.decode_attention_fwd(q, k, v, lengths, slopes, scale)
+    with without_autocast(q.device):
+        return reference.decode_attention_fwd(q, k, v, lengths, slopes, scale)
 
 
 @_decode_attention.register_fake
