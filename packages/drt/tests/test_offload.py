@@ -10,6 +10,7 @@ from mezzo_core.testing.laws import LAWS, check_segments, check_step
 from mezzo_core.testing.numerics import assert_close
 from mezzo_core.testing.poison import poison_memory as poison_memory
 from mezzo_drt import DRTConfig
+from mezzo_drt.baselines import LandmarkConfig
 from mezzo_drt.memory import host
 from torch.utils._pytree import tree_leaves
 
@@ -18,19 +19,22 @@ CONFIG = DRTConfig(
     num_layers=4, num_groups=2, chunk_size=L, num_retrieved=R, window_size=7, head_dim=16,
     hidden=40, num_encoder_layers=1, offload=True,
 )  # fmt: skip
+LANDMARK = LandmarkConfig(
+    num_layers=2, head_dim=16, chunk_size=L, local_chunks=1, retrieved_chunks=R, offload=True
+)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def build(device="cpu", **fields):
+def build(device="cpu", config=CONFIG, **fields):
     torch.manual_seed(0)
-    stack = replace(CONFIG, **fields).build(C)
+    stack = replace(config, **fields).build(C)
     for weight in stack.parameters():
         torch.nn.init.normal_(weight, std=0.25)
     return stack.to(device).eval()
 
 
-def pair(device="cpu"):
-    here, there = build(device, offload=False), build(device)
+def pair(device="cpu", config=CONFIG):
+    here, there = build(device, config, offload=False), build(device, config)
     there.load_state_dict(here.state_dict())
     return here, there
 
@@ -113,8 +117,13 @@ def test_steps_fetch_once_a_chunk(monkeypatch):
     assert fetched[3:] == [(1, 2 * R)] * 14
 
 
-def test_gradients_are_those_without_offload():
-    here, there = pair()
+@pytest.mark.parametrize(
+    ("config", "rtol", "atol"),
+    [(CONFIG, 1e-4, 1e-6), (LANDMARK, 1e-5, 1e-7)],
+    ids=["drt", "landmark"],
+)
+def test_gradients_are_those_without_offload(config, rtol, atol):
+    here, there = pair(config=config)
     x, dy = torch.randn(2, 2, 37, C)
     grads = []
     for stack in (here, there):
@@ -125,7 +134,7 @@ def test_gradients_are_those_without_offload():
         weights = [leaf, *stack.parameters()]
         grads.append(torch.autograd.grad(torch.cat(outputs, 1), weights, dy))
     for found, wanted in zip(*reversed(grads), strict=True):
-        assert_close("a gradient", found, wanted, rtol=1e-4, atol=1e-6)
+        assert_close("a gradient", found, wanted, rtol=rtol, atol=atol)
 
 
 @torch.no_grad()

@@ -91,20 +91,6 @@ def test_rows_at_any_places_decode_as_alone(device, poison_memory):
     check_segments(stack, num_tokens=61, splits=(30, 0, 1, 8, 22), batch=3)
 
 
-def test_gradients_are_those_without_offload():
-    x, dy = torch.randn(2, 2, 37, C)
-    grads = []
-    for stack in (build(offload=False), build()):
-        leaf, state, outputs = x.clone().requires_grad_(), stack.init_state(2), []
-        for segment in leaf.split(6, 1):
-            y, state = stack(segment, state)
-            outputs.append(y)
-        weights = [leaf, *stack.parameters()]
-        grads.append(torch.autograd.grad(torch.cat(outputs, 1), weights, dy))
-    for found, wanted in zip(*reversed(grads), strict=True):
-        assert_close("a gradient", found, wanted, rtol=1e-5, atol=1e-7)
-
-
 @torch.no_grad()
 def test_what_the_device_holds_grows_by_one_key_a_chunk_layer_and_head():
     stack, plain = build(), build(offload=False)

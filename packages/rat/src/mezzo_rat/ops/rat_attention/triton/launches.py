@@ -260,7 +260,7 @@ def attend_continued(x: Tensor, bias: Tensor | None, state: RATState, plan: Plan
     unread = begins >= state.lengths[:, None]
     ends = []
     for old, new in ((state.k_ends, scanned.k_ends), (state.v_ends, scanned.v_ends)):
-        grown = torch.cat([old, old.new_empty(B, 1, *old.shape[2:])], dim=1)
+        grown = torch.cat([old, old.new_zeros(B, 1, *old.shape[2:])], dim=1)
         grown.masked_fill_(unread[..., None, None], 0)
         ends.append(grown.scatter_(1, slots.expand_as(new), new))
     k_ends, v_ends = ends
