@@ -295,7 +295,7 @@ def test_a_landmark_is_looked_for_only_when_it_may_be_due(stack, monkeypatch):
     monkeypatch.setattr(
         type(stack.init_state(1)),
         "num_places",
-        property(lambda state: looks.append(1) or state.caches[0].lengths),
+        lambda state: looks.append(1) or state.caches[0].lengths,
     )
     x = torch.randn(2, 5 * L, C)
     state = stack.reserve(stack.init_state(2), 4 * L)

@@ -229,7 +229,7 @@ def test_rows_with_landmarks_to_come_go_on_by_forward():
         rows = torch.arange(2)
         stack.before_step(state)
         stack.step(x[rows, lengths][:, None], state)
-        assert (state.num_places % (L + 1)).tolist() == [L, L - 1]
+        assert (state.num_places() % (L + 1)).tolist() == [L, L - 1]
         rest = torch.stack([x[b, n + 1 : n + 1 + L + 2] for b, n in enumerate(lengths)])
         y, _ = stack(rest, state)
         for b, n in enumerate(lengths + 1):

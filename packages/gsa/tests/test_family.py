@@ -215,6 +215,15 @@ def test_a_norm_with_another_eps_or_without_a_weight_is_what_is_computed(name, o
     check_step(mixer, [2, 0, 1, 4, 9], 6)
 
 
+@torch.no_grad()
+def test_a_state_of_other_weights_is_brought_to_the_dtype_of_these(mixer):
+    x = torch.randn(2, 5, C)
+    _, state = mixer(x[:, :4], mixer.init_state(2))
+    state = mixer.double().reserve(state, 1)
+    expected = mixer(x[:, :5].double())[0][:, 4:]
+    assert_close("y", mixer.step(x[:, 4:].double(), state), expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", [*PLAIN, "mamba"])
 def test_autocast_is_near_full_precision(name):
     mixer, x = build(CONFIGS[name]), torch.randn(2, 11, C)

@@ -89,6 +89,14 @@ def test_of_a_short_text_a_tenth_is_held_out(monkeypatch, size, held_out):
     assert set(documents[: size - held_out]) == {f"<{i}>" for i in range(held_out, size)}
 
 
+def test_rows_without_text_are_not_held_out():
+    texts = [""] * 5 + ["<0>", "", "<1>", "<2>", "<3>", "", "<4>"]
+    made = datasets.IterableDataset.from_list([{"text": text} for text in texts])
+    stream = share_stream("a test", made, "text")
+    assert stream.validation == ["<0>", "<1>", "<2>"]
+    assert set(documents_of(build(stream), 10, 1)[:2]) == {"<3>", "<4>"}
+
+
 @pytest.mark.parametrize("mask_documents", [False, True])
 def test_the_validation_bytes_are_those_of_the_targets(mask_documents):
     data = build(stream_of(["a"]), mask_documents=mask_documents)

@@ -1,6 +1,7 @@
 """An LM in the libraries around transformers: Trainer, accelerate, PEFT, pipeline."""
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -138,7 +139,9 @@ def test_gradient_checkpointing_runs_each_layer_again_until_it_is_switched_off(m
     calls = []
     for block in model.lm.stack.blocks:
         block.mixer.register_forward_hook(lambda *_: calls.append(1))
-    for switch in (model.gradient_checkpointing_enable, model.gradient_checkpointing_disable):
+    enable = model.gradient_checkpointing_enable
+    reentrant = partial(enable, {"use_reentrant": True})
+    for switch in (enable, reentrant, model.gradient_checkpointing_disable):
         switch()
         calls.clear()
         model(TOKENS, labels=TOKENS).loss.backward()
@@ -176,6 +179,12 @@ def test_a_prompt_that_was_read_once_serves_two_continuations(model):
 def test_a_step_goes_on_beyond_the_room_that_was_reserved(model):
     new = model.generate(TOKENS[:2], max_new_tokens=150)[:, 20:]
     assert new.tolist() == generate(model.lm, TOKENS[:2].tolist(), max_new_tokens=150)
+
+
+def test_a_prompt_is_read_in_parts(model):
+    for beams in (1, 3):
+        asked = {"inputs": TOKENS[:2], "max_new_tokens": 5, "num_beams": beams}
+        assert torch.equal(model.generate(**asked, prefill_chunk_size=6), model.generate(**asked))
 
 
 @pytest.mark.any_shapes  # it is compiled

@@ -41,6 +41,16 @@ def test_as_many_beams_as_continuations_find_the_best_of_all(model):
         assert [beam.score for beam in beams] == pytest.approx(sorted(every.values())[::-1])
 
 
+def test_scores_do_not_depend_on_the_default_dtype(model):
+    asked = {"num_beams": 4, "max_new_tokens": 3}
+    found = beam_search(model, [[1, 2]], **asked)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert beam_search(model, [[1, 2]], **asked) == found
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("wrong", [[3], range(5)])
 def test_outputs_that_are_no_numbers_are_refused(model, wrong):
     model.embed.weight.data[list(wrong)] = float("nan")

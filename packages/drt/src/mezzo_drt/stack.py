@@ -175,7 +175,7 @@ class DRT(AbstractStack):
         L, continued = self.config.chunk_size, None
         if state is not None:
             states.check_state(state, *self._sizes)
-            continued = continued_places(state.num_places, x.shape[1], lengths, L)
+            continued = continued_places(state.num_places(), x.shape[1], lengths, L)
             places = continued.places
         elif cu_seqlens is not None:
             places = packed_places(x.shape[1], L, cu_seqlens)
@@ -221,7 +221,7 @@ class DRT(AbstractStack):
         """Check the arguments of `step`, the room of every layer included."""
         super().check_step(x, state)
         states.check_state(state, *self._sizes)
-        L, places = self.config.chunk_size, state.num_places
+        L, places = self.config.chunk_size, state.num_places()
         if is_read(places) and (places % (L + 1) == L).any():
             raise ValueError("state has a chunk whose landmark is to come: call before_step first")
         self._check_room(x, state)
@@ -249,7 +249,7 @@ class DRT(AbstractStack):
             state.wait.sub_(1)
             return
         states.check_state(state, *self._sizes)
-        num_places = state.num_places.cpu()
+        num_places = state.num_places().cpu()
         place, stored = num_places % (L + 1), num_places // (L + 1)
         is_due = place == L
         if is_due.any():
@@ -264,7 +264,7 @@ class DRT(AbstractStack):
     def _run_landmarks(self, state: DRTState) -> Memory:
         """Run the landmark of rows where it is due, without waits; return open chunks, encoded."""
         M = self.config.chunk_size + 1
-        due = Due(state.num_places % M == M - 1, state.num_places // M)
+        due = Due(state.num_places() % M == M - 1, state.num_places() // M)
         x = self.landmark.weight[None].expand(len(due.here), -1, -1)
         self._check_room(x, state)
         kept = self.lower.keep(state.caches)
@@ -281,7 +281,7 @@ class DRT(AbstractStack):
         retrieves for the next. The host's keys and values are left to it.
         """
         batch = torch.arange(len(x), device=x.device)
-        place = state.num_places % (self.config.chunk_size + 1)
+        place = state.num_places() % (self.config.chunk_size + 1)
         h = self.lower.step(x, state.caches[: len(self.lower)])
         state.lower[batch, place] = h[:, 0].to(state.lower.dtype)
         encoded = None if due is None else self._encode(state.lower[:, None].to(h.dtype))

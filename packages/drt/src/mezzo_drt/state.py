@@ -44,9 +44,8 @@ class DRTState(NamedTuple):
     wait: Tensor
     fetched: Fetched
 
-    @property
     def num_places(self) -> Tensor:
-        """(B,), the places of each row so far."""
+        """Return (B,), the places of each row so far."""
         return cast(Tensor, self.caches[-1].lengths)
 
     def reads(self, group: int) -> Reads:
@@ -56,7 +55,7 @@ class DRTState(NamedTuple):
     def with_open_chunk(self, chunks: Tensor) -> Tensor:
         """Put the open chunk's earlier places before those of the call, (B, N, L + 1, C)."""
         M = chunks.shape[2]
-        is_old = torch.arange(M, device=chunks.device) < (self.num_places % M)[:, None]
+        is_old = torch.arange(M, device=chunks.device) < (self.num_places() % M)[:, None]
         first = torch.where(is_old[..., None], self.lower.to(chunks.dtype), chunks[:, 0])
         return torch.cat([first[:, None], chunks[:, 1:]], 1)
 
@@ -132,9 +131,9 @@ def check_state(state: DRTState, first_window: int, chunk_size: int, window_size
     windows: tuple[KVCache, ...] = state.caches[first_window:]
     check_alike(windows, "state.caches")
     check_cache(windows[0], window_size)
-    if not is_read(state.num_places):
+    if not is_read(state.num_places()):
         return
-    stored, S = state.num_places // (chunk_size + 1), state.memory.keys.shape[1]
+    stored, S = state.num_places() // (chunk_size + 1), state.memory.keys.shape[1]
     if (stored > S).any():
         raise ValueError(
             f"state.memory must have all complete chunks, {int(stored.max())} of a row, got {S}"
@@ -174,14 +173,14 @@ def reserved(
 ) -> DRTState:  # fmt: skip
     """Return a copy with room for `num_tokens` more tokens of every row, for `DRT.step`."""
     L, M = chunk_size, chunk_size + 1
-    most = int(state.num_places.max()) if state.num_places.numel() else 0
+    most = int(state.num_places().max()) if state.num_places().numel() else 0
     seen = most - most // M + num_tokens
     # One place more, because `before_step` runs a landmark for all rows where one has it.
     num_places = seen + seen // L - most + 1
     caches = tuple(
         layer.reserve(cache, num_places) for layer, cache in zip(layers, state.caches, strict=True)
     )
-    same = bool((state.num_places // M == most // M).all())
+    same = bool((state.num_places() // M == most // M).all())
     memory = store.reserve(state.memory, most // M if same else None, seen // L)
     rest = {name: tree_map(torch.clone, getattr(state, name)) for name in state._fields[2:]}
     return DRTState(caches, memory, **rest)

@@ -75,7 +75,7 @@ def open_stream(
         train = splits["train"]
         if "validation" in splits and held_out is None:
             records = Records(text_column, skip_bad)
-            found = _first_texts(splits["validation"].take(VALIDATION_DOCUMENTS), records, source)
+            found = _first_texts(splits["validation"], records, source, VALIDATION_DOCUMENTS)
             validation = [text for text, _ in found]
     if held_out is not None:
         validation = [piece.text for piece in held_out.read()]
@@ -113,8 +113,8 @@ def share_stream(
         by_file: let processes read whole files where these can be shared out evenly.
     """
     records = Records(text_column, skip_bad)
-    found = _first_texts(dataset.take(VALIDATION_DOCUMENTS + 1), records, name)
-    has_more = records.read > VALIDATION_DOCUMENTS or _characters(found) >= VALIDATION_CHARACTERS
+    found = _first_texts(dataset, records, name, VALIDATION_DOCUMENTS + 1)
+    has_more = len(found) > VALIDATION_DOCUMENTS or _characters(found) >= VALIDATION_CHARACTERS
     found = found[: VALIDATION_DOCUMENTS if has_more else max(len(found) // 10, 1)]
     validation = [text for text, _ in found]
     held_out = found[-1][1] if found else 0
@@ -160,12 +160,16 @@ def _share(
     return dataset.shard(world_size, rank, contiguous=False), skipped, 1
 
 
-def _first_texts(rows: Any, records: Records, name: str) -> list[tuple[str, int]]:
-    """Return the texts of rows until they are long enough, each with the number of its row."""
+def _first_texts(rows: Any, records: Records, name: str, count: int) -> list[tuple[str, int]]:
+    """Return the first `count` texts, or fewer that are long enough, each with its row's number.
+
+    Rows without text are left out, as they are in training.
+    """
     found: list[tuple[str, int]] = []
     for piece in pieces_of(rows, records, name):
-        found.append((piece.text, records.read))
-        if _characters(found) >= VALIDATION_CHARACTERS:
+        if piece.text:
+            found.append((piece.text, records.read))
+        if len(found) == count or _characters(found) >= VALIDATION_CHARACTERS:
             break
     return found
 

@@ -193,10 +193,12 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
         if kind not in (None, "dynamic", "dynamic_full", "static"):
             raise UserError(f"cache_implementation must be static, dynamic or None, got {kind!r}")
         room = room_to_go_back(generation_config, generation_mode)
-        if kind == "static" and not room and CACHE not in model_kwargs:
+        # A prompt that is read in parts needs a cache from the first part on.
+        in_parts = generation_config.prefill_chunk_size is not None
+        if (kind == "static" or in_parts) and not room and CACHE not in model_kwargs:
             rows = max(generation_config.num_beams, generation_config.num_return_sequences)
-            made = MezzoCache(self.lm, rows * batch_size, length=max_cache_length)
-            model_kwargs[CACHE] = made
+            length = max_cache_length if kind == "static" else 0
+            model_kwargs[CACHE] = MezzoCache(self.lm, rows * batch_size, length=length)
             return
         if not room:
             super()._prepare_cache_for_generation(
@@ -225,7 +227,16 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
         for i, unit in enumerate(self.lm.units()):
             unit.__dict__.pop("forward", None)
             if enable and i % every_n_layers == 0:
-                unit.__dict__["forward"] = partial(gradient_checkpointing_func, unit.forward)
+                unit.__dict__["forward"] = partial(
+                    _run_checkpointed, gradient_checkpointing_func, unit.forward
+                )
+
+
+def _run_checkpointed(
+    by: Callable[..., Any], forward: Callable[..., Any], *arguments: Any, **options: Any
+) -> Any:
+    """Run `forward` by a function that checkpoints; a reentrant one takes no named arguments."""
+    return by(partial(forward, **options), *arguments)
 
 
 def _padding(input_ids: Tensor, attention_mask: Tensor | None) -> Padding | None:

@@ -95,7 +95,8 @@ def _extend(
     """
     if not beams or count < 1:
         return [], [], []
-    totals = scores + torch.tensor([[beam.score] for beam in beams], device=scores.device)
+    sums = [[beam.score] for beam in beams]
+    totals = scores + torch.tensor(sums, dtype=scores.dtype, device=scores.device)
     best = totals.flatten().topk(min(count, totals.numel()))
     going, parents, ended = [], [], []
     for score, place in zip(best.values.tolist(), best.indices.tolist(), strict=True):

@@ -113,15 +113,16 @@ class AbstractSequenceModule(nn.Module, ABC):
     def reserve(self, state: Any, num_tokens: int) -> Any:
         """Return the state with room for `num_tokens` more tokens of every row.
 
-        Its buffers are new, so `step` may overwrite them. The call may wait for the GPU, to read
-        lengths.
+        Its buffers are new, so `step` may overwrite them, and have the dtypes of `init_state`. The
+        call may wait for the GPU, to read lengths.
 
         Raises:
             TypeError: if the state is of another kind of module, or `num_tokens` is no int.
             ValueError: if the state breaks the contract, or `num_tokens` is negative.
         """
         self.check_reserve(state, num_tokens)
-        return tree_map(torch.clone, state)
+        own = self.init_state(1)
+        return tree_map(lambda old, new: old.to(new.dtype, copy=True), state, own)
 
     def fork(self, state: Any) -> Any:
         """Return a second state after the same tokens, with the same room.

@@ -14,6 +14,7 @@ normalized, and learned vectors that tell them apart are added, before they are 
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -291,12 +292,14 @@ class BlockRecurrent(AbstractMixer):
         return torch.where(index >= 0, taken, ring)
 
     def init_state(self, batch: int) -> BlockRecurrentState:
-        """Return the state before the first token: an empty window and the first states."""
-        shape = (batch, self.config.window_size, self.num_heads, self.config.head_dim)
-        k, v = (self.first_states.new_zeros(shape) for _ in range(2))
-        seen = torch.zeros(batch, dtype=torch.int64, device=k.device)
-        s = self._first_states(batch).detach().clone()
-        return BlockRecurrentState(k, v, s, seen)
+        """Return the state before the first token: zeros, for which `forward` takes the weights."""
+        window = (batch, self.config.window_size, self.num_heads, self.config.head_dim)
+        like = self.first_states
+        # Not by `new_zeros`: those of a sharded weight are sharded too.
+        zeros = partial(torch.zeros, device=like.device)
+        k, v = (zeros(window, dtype=like.dtype) for _ in range(2))
+        s = zeros(batch, *like.shape, dtype=accumulation_dtype(like.dtype))
+        return BlockRecurrentState(k, v, s, zeros(batch, dtype=torch.int64))
 
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of the window and the states of one sequence, for any length."""

@@ -145,18 +145,21 @@ def _fastest(r: Request) -> str:
     """
     if r.q.numel() == 0 or r.k.numel() == 0:
         return "reference"
-    is_small = r.q.shape[1] * r.k.shape[1] <= SMALL_MASK
+    able = sdpa.unsupported(r) is None
+    if torch.onnx.is_in_onnx_export():  # it has no rules for our ops
+        return "sdpa" if able else "reference"
+    # An exported program is for any number of tokens, so it must not ask for it.
+    is_small = not torch.compiler.is_exporting() and r.q.shape[1] * r.k.shape[1] <= SMALL_MASK
     # For short sequences the host is what one waits for, and sdpa takes the least of it.
     if not (is_plain(r) and is_small) and flash.is_fastest(r):
         return "flash"
     placed_few = r.q_positions is not None and is_small
     if not is_plain(r) and not placed_few and flex.unsupported(r) is None:
         return "flex"
-    able = sdpa.unsupported(r) is None
     # A graph cannot look at values, and torch's masks do not stop a score that overflows.
     small = is_plain(r) or (is_small and not torch.compiler.is_compiling())
-    # The blocked op has no rule for vmap and none for ONNX: there torch's ops are used.
-    suits_sdpa = (able and small) or in_transform() or torch.onnx.is_in_onnx_export()
+    # The blocked op has no rule for vmap: there torch's ops are used.
+    suits_sdpa = (able and small) or in_transform()
     if not suits_sdpa and blocked.unsupported(r) is None:
         return "blocked"
     return "sdpa" if able else "reference"

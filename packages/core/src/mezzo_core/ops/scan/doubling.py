@@ -41,5 +41,5 @@ def doubling_scan(
 
 def _later(x: Tensor, width: int) -> Tensor:
     """Move x (B, T, D) back by `width` tokens, after zeros."""
-    zeros = x.new_zeros(x.shape[0], width, x.shape[2])
-    return torch.cat([zeros, x], 1)[:, : x.shape[1]]
+    source = torch.arange(x.shape[1], device=x.device) - width
+    return x[:, source.clamp(min=0)].masked_fill((source < 0)[:, None], 0)

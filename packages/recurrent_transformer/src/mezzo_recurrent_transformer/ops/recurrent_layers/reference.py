@@ -55,7 +55,7 @@ def recurrent_layer_reference(
         past = Past(kt[:, :0], vt[:, :0], torch.zeros(B, dtype=torch.int64, device=x.device))
     seen, slots = past.lengths[:, None], torch.arange(past.k.shape[1], device=x.device)
     unused = (slots >= seen)[..., None, None]  # they may hold anything, NaN too
-    old_k, old_v = (old.to(kt.dtype).masked_fill(unused, 0) for old in past[:2])
+    old_k, old_v = (old.to(kt.dtype).masked_fill(unused, 0) for old in (past.k, past.v))
     z: list[Tensor] = []
     k: list[Tensor] = []
     v: list[Tensor] = []
@@ -91,7 +91,7 @@ def recurrent_layers_reference(
         x, *pair = recurrent_layer_reference(x, weights.of_layer(i), form, slopes, its)
         if its is not None:
             slot = its.lengths[:, None] + torch.arange(x.shape[1], device=x.device)
-            for all_layers, old, new in zip(grown, its[:2], pair, strict=True):
+            for all_layers, old, new in zip(grown, (its.k, its.v), pair, strict=True):
                 room = torch.cat([old.to(new.dtype), torch.zeros_like(new)], 1)
                 all_layers.append(room.scatter(1, slot[..., None, None].expand_as(new), new))
     return x, None if past is None else (torch.stack(grown[0]), torch.stack(grown[1]))
