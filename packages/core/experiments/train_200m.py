@@ -7,8 +7,8 @@
 
 All GPUs train one model after another. `--jobs 4 --tokens 400` trains four models at a time, each
 on one GPU, with 400 million tokens. A training that was killed goes on from its last checkpoint in
-the scratch folder, at most a tenth of it back; what has ended is not repeated, so `--models` can be
-trained on different days. Writes train_200m.json.
+the scratch folder, and repeats a tenth of its steps at most; what has ended is not repeated, so
+`--models` can be trained on different days. Writes train_200m.json.
 
 All models have one seed and the optimizer of the paper's recipe, whose rate is 6e-4. At C 640, by
 train_six, 1e-3 was the best of three rates for attention, RAT(L=16) and its hybrid, and as good as
@@ -25,7 +25,7 @@ other is not better. Of the papers' claims:
 - GSA's perplexity is better than that of the better RNN, and not worse than attention's.
 
 A claim holds if all of it does, and fails if the opposite of a part is found; else it is not
-settled. The needles are told, whatever they are.
+settled. Scores of needles decide nothing.
 """
 
 import sys

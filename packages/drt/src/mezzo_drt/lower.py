@@ -79,8 +79,8 @@ class LowerLayers(nn.ModuleList):
     def put_back_(self, states: Sequence[Any], kept: Sequence[Any], rows: Tensor) -> None:
         """Undo the last step in the rows (B,) bool.
 
-        What it wrote to a window goes where the next place will be written, so counting it back
-        undoes it: in a full ring, that slot has left the window by then. Other states were kept.
+        The next step overwrites the slot of a window that this one wrote, so its length is all that
+        must go back: in a full ring, that slot has left the window by then. Other states were kept.
         """
         for now, old in zip(tree_leaves(states[: self.num_mixers]), tree_leaves(kept), strict=True):
             now.copy_(torch.where(rows.view(-1, *[1] * (now.ndim - 1)), old, now))

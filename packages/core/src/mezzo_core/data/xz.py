@@ -1,7 +1,7 @@
 """Reads .xz files whole, or fails.
 
-`lzma.open` ends in silence at whatever follows a stream and is no stream: where a later stream is
-damaged, and at the zeros that may stand between two of them.
+`lzma.open` silently stops at data behind a stream that is not another stream: where a later stream
+is damaged, and at the zeros that may stand between two of them.
 """
 
 import io

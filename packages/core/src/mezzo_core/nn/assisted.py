@@ -9,9 +9,8 @@ large one would take alone: where they agree the token is right, and where not i
 large one. So the tokens are those of sampling without an assistant, not only their distribution.
 
 A token that is proposed in vain costs a step of the small model, and where all are right, more of
-them would have spared a forward of the large one. So half as many again are proposed as were taken
-in the last rounds, on average: their number grows where all are right, and falls to two where none
-is.
+them would have spared a forward of the large one. So it proposes 1.5 times as many tokens as were
+accepted in the last rounds on average: more and more where all are right, two where none is.
 """
 
 from collections.abc import Iterator, Sequence

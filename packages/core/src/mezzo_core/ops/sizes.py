@@ -1,7 +1,7 @@
 """Sizes of tiles and grids.
 
-Triton has the same functions, which kernels can call too; each call there looks for arguments that
-are constants of a kernel. An op asks for dozens of sizes at each call, so these do nothing else.
+Triton has the same functions, for kernels too, but they are slow: each call looks for constants
+among its arguments. An op asks for dozens of sizes at each call.
 """
 
 

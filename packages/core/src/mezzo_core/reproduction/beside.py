@@ -19,7 +19,7 @@ def in_recipes(
     """Answer a printed set-up by the values of recipes, found by the claim's `ours`.
 
     An expression is a path into the recipe, as `optim.lr` or `optim.betas.0`, or sums and products
-    of paths and whole numbers, as `steps * batch_size * seq_len`. What has a length stands for it.
+    of paths and whole numbers, as `steps * batch_size * seq_len`. A list counts as its length.
     `built` is the recipe's model. `NAME: ` before an expression takes another recipe.
 
     Args:

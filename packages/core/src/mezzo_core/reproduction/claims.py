@@ -8,9 +8,8 @@ evidence answers says in `published.toml` what it needs.
         **by_tests("rat.claim", "packages/rat/tests", "complexity", "reversed_chunks"),
     }
 
-What trained models reach speaks before a speed. Then the evidence at the setting nearest to the
-paper's comes first; of equally near evidence, the first in the list. It decides what came out, and
-the rest is shown beside it.
+Of several pieces of evidence one decides, and the others are shown beside it: results of trainings
+before speeds, then the setting nearest to the paper's, then the first in the list.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -129,7 +128,7 @@ def counted(count: Callable[[Any], Measurement], criterion: Criterion, **said: s
 def by_test(test: str, **said: str) -> Evidence:
     """Answer what is known without measuring by a test, "FILE::NAME", which CI runs; see `viewed`.
 
-    It is for statements about the code itself, and for what is counted in it.
+    Use it for claims about the code itself, or about what can be counted in it.
     """
 
     def holds(printed: Printed, ours: Measurement) -> Judgement:

@@ -65,7 +65,7 @@ def is_settled(gaps: Sequence[float]) -> bool:
 def compare_bounds(values: Sequence[float], low: float, high: float, kind: str) -> Outcome:
     """Tell whether the values of all seeds or passes are within bounds.
 
-    Without any nothing is settled. What trained models reach has noise, even with one seed.
+    Without values nothing is settled. Neither is it by one seed of a training.
     """
     if kind not in TRAINED:
         inside = {low <= value <= high for value in values}

@@ -14,7 +14,7 @@ from mezzo_core.reproduction.outcomes import Outcome
 from mezzo_core.reproduction.published import Claim, Table, Value
 
 FURTHER = ("PPL before", "weights (M)", "tokens/s", "peak GB", "host ms")
-"""Columns that are made of the entries' details, with the highest of each row."""
+"""Further columns: the highest value of a detail in each row."""
 
 
 @dataclass(frozen=True)

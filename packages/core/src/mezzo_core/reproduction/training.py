@@ -184,7 +184,7 @@ class Tuning:
         swept: the fields of `OptimConfig` in which the runs differ.
         by: the measures that decide, higher ones being better; the second one decides between runs
             that are equal by the first. Those of a run whose loss exploded are DIVERGED.
-        enough: no further runs are made after one that is above this by the first measure.
+        enough: stop once the first measure of a run exceeds this.
         details: further ones.
     """
 

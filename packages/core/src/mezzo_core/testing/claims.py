@@ -42,7 +42,7 @@ def _problems(evidence: Evidence, printed: Printed, run: Run) -> Iterator[str]:
     ours = evidence.find(run, printed)
     if ours is None or ours.kind == "test":  # a test can fail by itself
         return
-    # Where the condition does not hold, no change of the numbers says anything.
+    # `Given` settles nothing while its condition fails, so its two parts are tested apart.
     parts = (
         [criterion.condition, criterion.criterion] if isinstance(criterion, Given) else [criterion]
     )
@@ -90,7 +90,7 @@ def _times(ours: Measurement, chosen: list[bool], factor: float) -> Measurement:
         if isinstance(entry.value, str):
             return entry
         numbers = {k: v * factor for k, v in entry.details.items() if isinstance(v, float)}
-        # What is none becomes a one, since no factor changes it.
+        # A zero becomes a one, because no factor changes a zero.
         value = entry.value * factor if entry.value else 1.0
         return replace(entry, value=value, details={**entry.details, **numbers})
 

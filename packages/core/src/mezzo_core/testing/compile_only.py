@@ -26,9 +26,8 @@ def compile_only(capability: int = 90, *, assembled: bool = False) -> Iterator[l
     Args:
         capability: compute capability times ten; 90 is Hopper.
         assembled: whether the assembler makes machine code of the PTX too, as `stack_of` needs.
-            That and LLVM's optimization, which is left out too, take their time. Without them, the
-            compiler has refused what it cannot do: types, shapes, layouts, instructions. Inline
-            assembly is only read by the assembler.
+            False skips it, and LLVM's optimization: both are slow. What is left still refuses
+            wrong types, shapes, layouts and instructions, but does not read inline assembly.
 
     Yields:
         A list, to which the name of the kernel is appended at each compilation.

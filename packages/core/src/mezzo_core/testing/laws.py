@@ -129,8 +129,8 @@ def check_ragged(
     """Assert that a batch of prompts of different lengths decodes as each row would alone.
 
     The prompts are padded on the right with loud garbage and given with `lengths=`; then come
-    `steps` single tokens for all rows. Every row must match a full forward of its own tokens. So it
-    must where a module looks ahead at the second half of a prompt, and then goes on from the first.
+    `steps` single tokens for all rows. Every row must match a full forward of its own tokens. The
+    same holds for `look_ahead` where only the first half of a prompt is certain.
 
     Args:
         module: the module under test.

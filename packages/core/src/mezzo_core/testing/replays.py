@@ -25,7 +25,7 @@ Draw = Callable[[], Mapping[str, Tensor]]
 
 
 def assert_replayed(op: Callable[..., Tensor], draw: Draw, *, times: int = 2) -> None:
-    """Assert that an op repeats its launches, with the output and the gradients that it has else.
+    """Assert that an op repeats its launches, with equal output and gradients.
 
     Args:
         op: the op; it takes the tensors by name.

@@ -51,6 +51,6 @@ class Due(NamedTuple):
     def store_(self, memory: Tensor, new: Tensor) -> None:
         """Store a chunk (B, 1, ...) of these rows behind those that they have in (B, S, ...)."""
         rows = torch.arange(len(new), device=new.device)
-        slot = self.stored.clamp(max=memory.shape[1] - 1)  # of a row that is full and runs none
+        slot = self.stored.clamp(max=memory.shape[1] - 1)  # a full row runs no landmark
         here = self.here.view(-1, *[1] * (new.ndim - 2))
         memory[rows, slot] = torch.where(here, new[:, 0].to(memory.dtype), memory[rows, slot])
