@@ -120,25 +120,21 @@ def find_fault(call: Call, replaced: Mapping[str, Replacement]) -> str | None:
     return _fault_of_result(told, result, expected)
 
 
-def check_module_arguments(
-    module: AbstractSequenceModule, *, batch: int = 2, num_tokens: int = 5
-) -> None:
+def check_module_arguments(module: AbstractSequenceModule) -> None:
     """Replace each argument of the `forward`, `step` and `reserve` of a mixer, a block or a stack.
 
     States have seen tokens. One with a part replaced is refused, or gives what it gave before.
 
     Args:
         module: the module, on a CPU, in float32.
-        batch: number of rows of the inputs, at least 2.
-        num_tokens: tokens of each row, at least 3.
 
     Raises:
         AssertionError: as in `check_arguments`.
     """
-    x = torch.randn(batch, num_tokens, module.d_model, generator=torch.Generator().manual_seed(0))
-    borders, lengths = torch.tensor([0, 2, num_tokens]), torch.full((batch,), num_tokens - 1)
+    x = torch.randn(2, 5, module.d_model, generator=torch.Generator().manual_seed(0))
+    borders, lengths = torch.tensor([0, 2, 5]), torch.tensor([4, 4])
     with torch.no_grad():
-        _, grown = module(x, module.init_state(batch))
+        _, grown = module(x, module.init_state(2))
         ready = module.reserve(grown, 3)
         module.before_step(ready)
 

@@ -18,8 +18,6 @@ def check_isolated(
     num_tokens: int,
     *,
     long: int = 0,
-    batch: int = 2,
-    seed: int = 0,
 ) -> None:
     """Assert that a NaN, an infinity or a large number stays where causality lets it be.
 
@@ -33,10 +31,8 @@ def check_isolated(
         num_tokens: length T of the sequences, at least 3.
         long: if not 0, the tokens of a longer sequence, in which a NaN in the last
             token but one is tried.
-        batch: number of sequences, at least 2.
-        seed: of the inputs.
     """
-    x = normal(module, (batch, num_tokens, module.d_model), seed)
+    x = normal(module, (2, num_tokens, module.d_model), 0)
     with torch.no_grad():
         for values in (_NOT_FINITE, _LARGE):
             places = sorted({0, 1, num_tokens // 2, num_tokens - 1})
@@ -45,7 +41,7 @@ def check_isolated(
             _check_isolated_packing(module, x[:1], values)
             _check_isolated_padding(module, x, values)
         if long:
-            longer = normal(module, (batch, long, module.d_model), seed)
+            longer = normal(module, (2, long, module.d_model), 0)
             _check_isolated_tokens(module, longer, [long - 2], _NOT_FINITE[:1])
     _check_isolated_gradients(module, x[:1])
 
