@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 from mezzo_core.config_json import check_fields
-from mezzo_core.nn import AbstractStack
+from mezzo_core.nn import AbstractStack, Stack
 from mezzo_core.nn.block import Block
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.ops.checks import check_number, check_size
@@ -50,7 +49,7 @@ class HGRN2StackConfig:
         return HGRN2Stack(self, d_model)
 
 
-class HGRN2Stack(AbstractStack):
+class HGRN2Stack(Stack):
     """HGRN2 layers whose upper ones remember longer, by learned bounds (arXiv:2404.07904).
 
     For each channel, the lower bound of a layer's forget gates is the sum over the layers below of
@@ -59,17 +58,21 @@ class HGRN2Stack(AbstractStack):
     `mezzo_gsa.hgrn2.lower_bounds` gives as constants.
     """
 
+    blocks: "Sequence[BoundedBlock]"
+
+    # `Stack` would look ahead without the bounds; the state is checked as a whole.
+    look_ahead = AbstractStack.look_ahead
+    check_step = AbstractStack.check_step
+
     def __init__(self, config: HGRN2StackConfig, d_model: int) -> None:
-        super().__init__()
-        self.d_model, self.config = d_model, config
-        # torch's ModuleList has no element type, so the cast tells it to type checkers.
-        blocks = nn.ModuleList(
+        blocks = [
             BoundedBlock(
                 config.mixer.build(d_model), config.mlp.build(d_model), d_model, config.norm_eps
             )
             for _ in range(config.num_layers)
-        )
-        self.blocks = cast(Sequence[BoundedBlock], blocks)
+        ]
+        super().__init__(blocks, d_model)
+        self.config = config
         # One-dimensional, so without weight decay, which would pull the bounds to their start.
         self.bound_logits = nn.Parameter(torch.zeros(config.num_layers * d_model))
 
@@ -112,26 +115,6 @@ class HGRN2Stack(AbstractStack):
         for block, bounds, its in zip(self.blocks, self.log_bounds(), state, strict=True):
             x = block.step(x, its, bounds)
         return x
-
-    def init_state(self, batch: int) -> State:
-        """Return every layer's state before the first token."""
-        return tuple(block.init_state(batch) for block in self.blocks)
-
-    def state_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of state of one sequence: L C D values, for any length."""
-        return sum(block.state_bytes(num_tokens) for block in self.blocks)
-
-    def flops_per_token(self, num_tokens: int) -> float:
-        """Return the forward FLOPs a token of all layers; those of the bounds are not counted."""
-        return sum(block.flops_per_token(num_tokens) for block in self.blocks)
-
-    def units(self) -> Sequence[nn.Module]:
-        """Return the blocks."""
-        return self.blocks
-
-    def stages(self) -> Sequence["BoundedBlock"]:
-        """Return the blocks."""
-        return self.blocks
 
 
 class BoundedBlock(Block):
