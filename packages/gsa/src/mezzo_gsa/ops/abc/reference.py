@@ -1,10 +1,13 @@
 """ABC, token by token: the definition (section 2.2 of the GSA paper, in two readings)."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from mezzo_gsa.ops.abc.state import ABCState
 from mezzo_gsa.ops.abc.strengths import Reading, gates_and_strengths
+from mezzo_gsa.ops.gla.reference import run_apart
 from mezzo_gsa.ops.gsa.arguments import GSAState
 from mezzo_gsa.ops.gsa.reference import gsa_step
 
@@ -20,23 +23,12 @@ def recurrent_abc_reference(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, ABCState]:
     """Run the recurrence. Arguments are as in `recurrent_abc`, with s and the state in float32."""
-    if cu_seqlens is None:
-        return _run(q, k, v, s, scale, reading, initial_state)
-    lengths = cu_seqlens.diff().tolist()
-    rows = (x.split(lengths, dim=1) for x in (q, k, v, s))
-    firsts = map(ABCState, *(x.split(1) for x in initial_state))
-    outs, states = zip(
-        *(
-            _run(q, k, v, s, scale, reading, first)
-            for q, k, v, s, first in zip(*rows, firsts, strict=True)
-        ),
-        strict=True,
-    )
-    return torch.cat(outs, dim=1), ABCState(*map(torch.cat, zip(*states, strict=True)))
+    run = partial(_run, scale, reading)
+    return run_apart(run, (q, k, v, s), initial_state, cu_seqlens)
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, s: Tensor, scale: float, reading: Reading, state: ABCState
+    scale: float, reading: Reading, q: Tensor, k: Tensor, v: Tensor, s: Tensor, state: ABCState
 ) -> tuple[Tensor, ABCState]:
     outs = [q.new_empty(q.shape[0], 0, q.shape[2], v.shape[3])]
     for t in range(q.shape[1]):

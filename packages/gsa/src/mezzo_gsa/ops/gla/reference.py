@@ -1,7 +1,13 @@
 """Gated linear attention, token by token: the definition (section 2.3 of the GSA paper)."""
 
+from collections.abc import Callable
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 
 def recurrent_gla_reference(
@@ -13,26 +19,26 @@ def recurrent_gla_reference(
     initial_state: Tensor,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the recurrence. Arguments are as in `recurrent_gla`, with g and the state in float32.
+    """Run the recurrence. Arguments are as in `recurrent_gla`, with g and the state in float32."""
+    return run_apart(partial(_run, scale), (q, k, v, g), initial_state, cu_seqlens)
 
-    Each packed sequence runs alone; this defines packing.
-    """
+
+def run_apart(
+    run: Callable[..., Any], inputs: tuple[Tensor, ...], state: Any, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Any]:
+    """Return `run(*inputs, state)`, where each packed sequence runs alone: this defines packing."""
     if cu_seqlens is None:
-        return _run(q, k, v, g, scale, initial_state)
-    lengths = cu_seqlens.diff().tolist()
-    rows = (x.split(lengths, dim=1) for x in (q, k, v, g))
-    outs, finals = zip(
-        *(
-            _run(q, k, v, g, scale, state)
-            for q, k, v, g, state in zip(*rows, initial_state.split(1), strict=True)
-        ),
-        strict=True,
+        return run(*inputs, state)
+    rows = zip(*(x.split(cu_seqlens.diff().tolist(), dim=1) for x in inputs), strict=True)
+    results = (
+        run(*row, tree_map(itemgetter(slice(i, i + 1)), state)) for i, row in enumerate(rows)
     )
-    return torch.cat(outs, dim=1), torch.cat(finals)
+    outs, states = zip(*results, strict=True)
+    return torch.cat(outs, dim=1), tree_map(lambda *parts: torch.cat(parts), *states)
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, scale: float, state: Tensor
+    scale: float, q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     outs = [q.new_zeros(q.shape[0], 0, q.shape[2], v.shape[3])]
     for t in range(q.shape[1]):

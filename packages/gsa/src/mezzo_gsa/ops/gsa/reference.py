@@ -1,9 +1,12 @@
 """Gated slot attention, token by token: the definition (section 3.1 of the GSA paper)."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mezzo_gsa.ops.gla.reference import run_apart
 from mezzo_gsa.ops.gsa.arguments import Between, GSAState
 
 
@@ -19,29 +22,18 @@ def recurrent_gsa_reference(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, GSAState]:
     """Run the recurrence. Arguments are as in `recurrent_gsa`, with g and s given in float32."""
-    if cu_seqlens is None:
-        return _run(q, k, v, g, s, scale, between, initial_state)
-    lengths = cu_seqlens.diff().tolist()
-    rows = (x.split(lengths, dim=1) for x in (q, k, v, g, s))
-    firsts = map(GSAState, *(x.split(1) for x in initial_state))
-    outs, states = zip(
-        *(
-            _run(q, k, v, g, s, scale, between, first)
-            for q, k, v, g, s, first in zip(*rows, firsts, strict=True)
-        ),
-        strict=True,
-    )
-    return torch.cat(outs, dim=1), GSAState(*map(torch.cat, zip(*states, strict=True)))
+    run = partial(_run, scale, between)
+    return run_apart(run, (q, k, v, g, s), initial_state, cu_seqlens)
 
 
 def _run(
+    scale: float,
+    between: Between,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor,
     s: Tensor,
-    scale: float,
-    between: Between,
     state: GSAState,
 ) -> tuple[Tensor, GSAState]:
     outs = []
