@@ -22,7 +22,7 @@ from functools import partial
 from mezzo_core.data import DataConfig
 from mezzo_core.nn import AttentionConfig, LMConfig, MLPConfig
 from mezzo_core.train.config import OptimConfig, TrainConfig
-from mezzo_core.train.recipes import AbstractHyperparameters, Recipes
+from mezzo_core.train.recipes import AbstractHyperparameters, Recipes, by_size
 
 from mezzo_drt.stack import DRTConfig
 
@@ -196,11 +196,8 @@ def recipe(size: str, architecture: str) -> TrainConfig:
     return s.run(f"{size}_{architecture}", ARCHITECTURES[architecture](s))
 
 
-RECIPES: Recipes = {
-    f"{size}_{architecture}": partial(recipe, size, architecture)
-    for size in SIZES
-    for architecture in ARCHITECTURES
-}
+_EVERY = {size: (make, ARCHITECTURES) for size, make in SIZES.items()}
+RECIPES: Recipes = by_size(_EVERY, lambda *names: partial(recipe, *names))
 """All recipes by name."""
 
 DESCRIPTIONS = {
@@ -214,9 +211,5 @@ DESCRIPTIONS = {
     "fixed": "DRT, chunks by a similarity that is not learned",
 }
 """What each architecture is, for the list of recipes."""
-SUMMARIES: Mapping[str, str] = {
-    f"{size}_{architecture}": DESCRIPTIONS[architecture]
-    for size in SIZES
-    for architecture in ARCHITECTURES
-}
+SUMMARIES = by_size(_EVERY, lambda _, architecture: DESCRIPTIONS[architecture])
 """What each recipe is."""

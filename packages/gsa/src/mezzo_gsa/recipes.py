@@ -26,7 +26,7 @@ from mezzo_core.nn.configs import MixerConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.train.config import OptimConfig, TrainConfig
-from mezzo_core.train.recipes import AbstractHyperparameters, Recipes
+from mezzo_core.train.recipes import AbstractHyperparameters, Recipes, by_size
 
 from mezzo_gsa.abc import ABCConfig
 from mezzo_gsa.convert.convert import TARGETS
@@ -235,11 +235,7 @@ def recipe(size: str, architecture: str) -> TrainConfig:
 
 
 RECIPES: Recipes = {
-    **{
-        f"{size}_{architecture}": partial(recipe, size, architecture)
-        for size, (_, architectures) in SIZES.items()
-        for architecture in architectures
-    },
+    **by_size(SIZES, lambda *names: partial(recipe, *names)),
     **{f"t2r_{target}": partial(t2r, target) for target in TARGETS},
 }
 """All recipes by name; `t2r_*` fine-tune a converted Transformer (section 4.2)."""
@@ -264,12 +260,8 @@ DESCRIPTIONS = {
     "gsa_attention": "GSA and softmax attention in turn",
 }
 """What each architecture is, for the list of recipes."""
-SUMMARIES: Mapping[str, str] = {
-    **{
-        f"{size}_{architecture}": DESCRIPTIONS[architecture]
-        for size, (_, architectures) in SIZES.items()
-        for architecture in architectures
-    },
+SUMMARIES = {
+    **by_size(SIZES, lambda _, architecture: DESCRIPTIONS[architecture]),
     **{f"t2r_{target}": f"Mistral 7B, converted, fine-tuned as {target}" for target in TARGETS},
 }
 """What each recipe is."""

@@ -25,7 +25,7 @@ from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.configs import MixerConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.train.config import OptimConfig, TrainConfig
-from mezzo_core.train.recipes import AbstractHyperparameters, Recipes
+from mezzo_core.train.recipes import AbstractHyperparameters, Recipes, by_size
 
 from mezzo_rat.linear_rnn import LinearRNNConfig
 from mezzo_rat.mixer import RATConfig
@@ -239,11 +239,7 @@ def recipe(size: str, architecture: str) -> TrainConfig:
     return train_config(f"{size}_{architecture}", make(), architecture)
 
 
-RECIPES: Recipes = {
-    f"{size}_{architecture}": partial(recipe, size, architecture)
-    for size, (_, architectures) in SIZES.items()
-    for architecture in architectures
-}
+RECIPES: Recipes = by_size(SIZES, lambda *names: partial(recipe, *names))
 """All recipes by name."""
 
 DESCRIPTIONS = {
@@ -267,9 +263,5 @@ DESCRIPTIONS = {
     "reversed_c128": "RAT-Reversed, 128 chunks",
 }
 """What each architecture is, for the list of recipes."""
-SUMMARIES: Mapping[str, str] = {
-    f"{size}_{architecture}": DESCRIPTIONS[architecture]
-    for size, (_, architectures) in SIZES.items()
-    for architecture in architectures
-}
+SUMMARIES = by_size(SIZES, lambda _, architecture: DESCRIPTIONS[architecture])
 """What each recipe is."""

@@ -1,12 +1,25 @@
 """A package's recipes: named functions, each of which returns a whole training run."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.train.config import TrainConfig, Training
 
 Recipes = Mapping[str, Callable[[], TrainConfig]]
+Made = TypeVar("Made")
+
+
+def by_size(
+    sizes: Mapping[str, tuple[Any, Iterable[str]]], make: Callable[[str, str], Made]
+) -> dict[str, Made]:
+    """Return `make(size, architecture)` by recipes' names; sizes end with their architectures."""
+    return {
+        f"{size}_{architecture}": make(size, architecture)
+        for size, (_, architectures) in sizes.items()
+        for architecture in architectures
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
