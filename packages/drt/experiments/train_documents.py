@@ -13,16 +13,21 @@ released code does; one model here does it as its text says, by projections
 """
 
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from mezzo_core.data import load_tokenizer
+from mezzo_core.data.tokenized_corpus import token_store
+from mezzo_core.eval.evaluate import evaluate
+from mezzo_core.eval.sliding import sliding_windows
+from mezzo_core.nn import LM
 from mezzo_core.reproduction import Options, run_script
 from mezzo_core.reproduction.training import SWEPT, at_rate, in_words, of_model, trainings
 from mezzo_core.train.config import TrainConfig
 from mezzo_drt import DRTConfig
-from mezzo_drt.documents import perplexities
 from mezzo_drt.recipes import PAPER_NAMES, RECIPES
 
 OURS = "fixed"  # is not in the paper's table
@@ -31,6 +36,8 @@ MODELS = {name: recipe for recipe, name in PAPER_NAMES.items() if recipe != OURS
 MODELS[PROJECTED] = "drt1"
 TRAINED_AT = 4096
 LENGTHS = {"2048": 2048, "4096": TRAINED_AT, "16384": 16_384}
+ROW = 4
+"""Tokens of an evaluated row, in windows of the longest length."""
 STEPS, BATCH = 4800, 2
 """39M tokens. A text should have half of that or more, so that it is read twice at most."""
 RATES = {"5e-4": 5e-4, "1e-3": 1e-3, "2e-3": 2e-3, "4e-3": 4e-3}
@@ -72,6 +79,20 @@ def measure(options: Options) -> None:
         f"windows of {tokens} tokens that overlap by half, with the same targets; {landmarks}",
         models=tuple(MODELS),
     )
+
+
+def perplexities(model: LM, config: TrainConfig, *, lengths: Mapping[str, int]) -> dict[str, float]:
+    """Evaluate the model of a run in windows of each length, by their names.
+
+    All lengths have the same targets. A window begins half its length after the one before, so that
+    but for the first tokens of a row, at least half a window is before each target.
+    """
+    text, found = config.data.build(ROW * max(lengths.values()), token_store()), {}
+    for name, T in lengths.items():
+        rows = islice(text.validation_batches(ROW), config.eval_batches)
+        windows = (window for batch in rows for window in sliding_windows(batch, T, T // 2))
+        found[name] = evaluate(model, windows, precision=config.precision).perplexity
+    return found
 
 
 def configure(architecture: str, options: Options) -> TrainConfig:
