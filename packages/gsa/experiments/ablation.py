@@ -21,9 +21,9 @@ from mezzo_core.reproduction import Options, run_script
 from mezzo_core.reproduction.training import in_words
 from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_gsa.recipes import ABLATION, PAPER_NAMES, Hyperparameters, tiny, train_config
+from mezzo_gsa.reproduction.claims import ABC_CODE
 
 TABLE_1 = {name: PAPER_NAMES[name] for name in ("attention", "retnet", "gla", "hgrn2")}
-ABC_CODE = "w/o decay, as in the authors' program"
 NAMES = ABLATION | {"abc_code": ABC_CODE, "gsa_spread": "GSA, slots started apart"} | TABLE_1
 """The name of each row, by the recipe's."""
 RATES = {"3.75e-4": 3.75e-4, "7.5e-4": 7.5e-4, "1.5e-3": 1.5e-3, "3e-3": 3e-3, "6e-3": 6e-3}

@@ -27,10 +27,9 @@ from mezzo_core.train.config import TrainConfig
 from mezzo_gsa.convert.recipe import t2r
 from mezzo_gsa.recipes import ABLATION, PAPER_NAMES, RECIPES
 from mezzo_gsa.reproduction.mqar import SOLVED
+from mezzo_gsa.reproduction.speed import KEPT
 
 XFMR, RETNET, GLA, HGRN2, GSA = PAPER_NAMES.values()
-KEPT = "GSA w/o recomp."
-"""GSA with its states kept for the backward pass."""
 GATES = tuple(ABLATION[name] for name in ("gsa", "gsa_constant_decay", "abc"))
 """The rows of Table 2 in the order of section 4.1.3: gates that see the token, constant, none."""
 ABC_CODE = "w/o decay, as in the authors' program"
