@@ -20,6 +20,7 @@ from mezzo_core.nn import AttentionConfig, LMConfig
 from mezzo_core.reproduction import Options, gpus, run_script
 from mezzo_core.reproduction.result_file import Cell, Entry
 from mezzo_core.reproduction.runner import Job
+from mezzo_core.reproduction.timing import peak_gb
 from mezzo_core.reproduction.training_speed import TrainingSpeed
 from mezzo_core.train.build import build_model
 from mezzo_core.train.config import TrainConfig
@@ -111,8 +112,7 @@ def time_steps(model_config: LMConfig, T: int, device: str) -> list[TrainingSpee
             if not told < 100:
                 raise FloatingPointError(f"a loss of {told} has no speed")
             seconds = time.perf_counter() - start
-            peak_gb = torch.cuda.max_memory_allocated() / 1e9 if is_gpu else None
-            found.append(TrainingSpeed(T / seconds, seconds * 1e3, None, peak_gb))
+            found.append(TrainingSpeed(T / seconds, seconds * 1e3, None, peak_gb(world.device)))
     return found[WARMUP:]
 
 

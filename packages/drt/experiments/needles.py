@@ -37,6 +37,7 @@ from mezzo_core.nn.checkpoint import copy_weights
 from mezzo_core.nn.on_meta import on_meta
 from mezzo_core.reproduction import OOM, Cell, Entry, Options, attempt, run_script, say
 from mezzo_core.reproduction.runner import Job
+from mezzo_core.reproduction.timing import peak_gb
 from mezzo_core.reproduction.training import corpus_name, measure_run
 from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_core.train.folder import check_folder
@@ -324,7 +325,7 @@ def ask(
     measures = {
         "exact_match": 100 * found.exact_match,
         "accuracy": 100 * found.accuracy,
-        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if is_cuda else None,
+        "peak_gb": peak_gb(device),
         "host_gb": rows * lm.host_state_bytes(data.seq_len) * share / 1e9,
     }
     return [measures]

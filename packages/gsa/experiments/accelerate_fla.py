@@ -10,12 +10,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from time import perf_counter
 from typing import Any, cast
 
 import torch
 from mezzo_core.reproduction import Cell, Entry, Options, run_script
 from mezzo_core.reproduction.runner import Job, passes
+from mezzo_core.reproduction.timing import now
 from mezzo_core.reproduction.training_speed import time_training, training_step
 from mezzo_gsa import accelerate_fla
 from mezzo_gsa.reproduction import fla
@@ -60,11 +60,9 @@ def train(cells: tuple[Cell, ...], _: Path, device: torch.device) -> Iterator[li
     with MODELS[cells[0].model]():
         config = GSAConfig(hidden_size=1024, num_hidden_layers=24)
         model = cast(Any, Timed(GSAForCausalLM(config)).to(device))
-        begin = perf_counter()
+        begin = now(device)
         training_step(model, B, T)()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        first = perf_counter() - begin
+        first = now(device) - begin
         found = time_training(model, B, T)
     yield passes(cells[0], found, "tokens_per_second", first_step_s=first)
 

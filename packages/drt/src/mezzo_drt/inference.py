@@ -1,6 +1,5 @@
 """Times how models decode after a prompt, and how they read long texts."""
 
-import time
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from mezzo_core.nn import Decoder, Sampler
 from mezzo_core.nn.lm import LM
 from mezzo_core.reproduction.generation_speed import fill
+from mezzo_core.reproduction.timing import now, peak_gb
 from torch.utils._pytree import tree_leaves
 
 from mezzo_drt.stack import DRT
@@ -57,18 +57,17 @@ def time_decoding(
 
     def run(count: int) -> float:
         """Return the seconds of so many steps."""
-        start = time.perf_counter()
+        start = now(device)
         for _ in range(count):
             decoder.step()
-        _wait(device)
-        return time.perf_counter() - start
+        return now(device) - start
 
     run(warmup)
     _forget_peak(device)
     found = []
     for _ in range(passes):
         ms = 1e3 * run(new_tokens) / new_tokens
-        found.append(Decoding(ms, held / 1e9, hosted / 1e9, _peak_gb(device)))
+        found.append(Decoding(ms, held / 1e9, hosted / 1e9, peak_gb(device)))
     return found
 
 
@@ -77,13 +76,11 @@ def time_reading(lm: LM, count: int, segment: int) -> Reading:
     """Time a pass over a text of so many tokens, after its first segments once."""
     device = lm.embed.weight.device
     read(lm, min(count, 3 * segment), segment)
-    _wait(device)
     _forget_peak(device)
-    start = time.perf_counter()
+    start = now(device)
     state = read(lm, count, segment)
-    _wait(device)
-    seconds = time.perf_counter() - start
-    return Reading(seconds, _bytes(state, device)[1] / 1e9, _peak_gb(device))
+    seconds = now(device) - start
+    return Reading(seconds, _bytes(state, device)[1] / 1e9, peak_gb(device))
 
 
 def read(lm: LM, count: int, segment: int) -> Any:
@@ -113,15 +110,6 @@ def _bytes(state: Any, device: torch.device) -> tuple[int, int]:
     return there, sum(t.nbytes for t in leaves) - there
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def _forget_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-
-
-def _peak_gb(device: torch.device) -> float | None:
-    return torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else None

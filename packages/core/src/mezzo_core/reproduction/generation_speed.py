@@ -1,7 +1,6 @@
 """The speed of generation: a layer's step, a model's most tokens a second, and its latency."""
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from mezzo_core.nn.decoder import Decoder
 from mezzo_core.nn.lm import LM
 from mezzo_core.nn.sampler import Sampler
 from mezzo_core.reproduction.layer_speed import Layer
-from mezzo_core.reproduction.timing import CAPTURE_WARMUP, Timing, attempt, captured, measure
+from mezzo_core.reproduction.timing import CAPTURE_WARMUP, Timing, attempt, captured, measure, now
 
 BATCH_STEP = 8  # batches are multiples of it; a prefill takes 1, 2, 4 or 8 rows, which divide them
 MARGIN = 0.88  # share of the memory for states; the rest is for activations and a prefill
@@ -165,20 +164,15 @@ def _generate(model: LM, prompt: int, marks: Sequence[int]) -> dict[int, float]:
     device = model.embed.weight.device
     tokens = torch.randint(model.vocab_size, (1, prompt), device=device)
 
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    start, seconds = now(), {}
+    start, seconds = now(device), {}
     logits, state = model(tokens, model.init_state(1), last_only=True)
     state = model.reserve(state, max(marks))
     decoder = Decoder(model, state, logits[:, -1].argmax(-1), Sampler())
-    seconds[0] = now() - start
+    seconds[0] = now(device) - start
     for count in range(2, max(marks) + 1):  # the prompt gave the first
         decoder.step()
         if count in marks:
-            seconds[count] = now() - start
+            seconds[count] = now(device) - start
     return seconds
 
 

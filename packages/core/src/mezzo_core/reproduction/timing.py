@@ -133,6 +133,18 @@ def captured(step: Callable[[], object], device: torch.device) -> Callable[[], o
     return graph.replay
 
 
+def now(device: torch.device) -> float:
+    """Return the seconds of a clock, once the device has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def peak_gb(device: torch.device) -> float | None:
+    """Return the most memory that was allocated on a GPU since its last reset; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None
+
+
 def attempt(work: Callable[[], list[Pass]]) -> list[Pass] | str:
     """Return what `work` measures, or OOM if it does not fit into the GPU."""
     try:

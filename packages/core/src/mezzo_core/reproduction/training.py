@@ -23,7 +23,7 @@ from mezzo_core.nn.on_meta import on_meta
 from mezzo_core.nn.stack import Stack
 from mezzo_core.reproduction.result_file import Cell, Entry, Result, say
 from mezzo_core.reproduction.runner import SPEEDS, Job, run
-from mezzo_core.reproduction.timing import start_afresh
+from mezzo_core.reproduction.timing import peak_gb, start_afresh
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.log import read_rows
 from mezzo_core.train.loop import DivergenceError, train
@@ -254,7 +254,7 @@ def measure_run(
     start_afresh()
     taken: list[StepRow] = []
     done = train(config, folder, resume=resume, quiet=True, device=device, on_step=taken.append)
-    peak = torch.cuda.max_memory_allocated() / 1e9 if taken and device.type == "cuda" else None
+    peak = peak_gb(device) if taken else None
     log = read_rows(folder / "log.jsonl", done.steps)
     steps = [row for row in log if "loss" in row]
     tests = [row for row in log if "val_loss" in row]
