@@ -5,10 +5,10 @@ from itertools import product
 
 import pytest
 import torch
-from mezzo_drt import inference
 from mezzo_drt.recipes import tiny
 from mezzo_drt.reproduction import speed
 from mezzo_drt.reproduction.claims import REPRODUCTION
+from mezzo_drt.reproduction.decoding_speed import read
 from mezzo_drt.reproduction.speed import (
     CAN_OFFLOAD,
     DRT1,
@@ -48,7 +48,7 @@ def test_the_state_is_what_a_prompt_leaves(tmp_path):
 def test_a_text_is_read_whole():
     lm = model_config(DRT1, tiny()).build().eval()
     for T in DRY.texts:
-        places = inference.read(lm, T, DRY.segment).num_places()
+        places = read(lm, T, DRY.segment).num_places()
         assert places.tolist() == [T + T // tiny().drt.chunk_size]  # with landmarks
     assert PAPER.texts[-1] == 2**24
     assert PAPER.segment % speed.SIZES[PAPER.size]().drt.chunk_size == 0

@@ -20,8 +20,8 @@ from mezzo_core.reproduction.training_speed import TrainingSpeed, time_training
 
 from mezzo_drt.baselines.block_recurrent import BlockRecurrent
 from mezzo_drt.baselines.models import ModelSize, block_recurrent_lm, landmark_lm
-from mezzo_drt.inference import Reading, time_decoding, time_reading
 from mezzo_drt.recipes import ARCHITECTURES, PAPER_NAMES, PG19, SIZES, Hyperparameters, paper, tiny
+from mezzo_drt.reproduction.decoding_speed import Reading, time_decoding, time_reading
 
 BASE, DRT1, DRT2 = (PAPER_NAMES[name] for name in ("base", "drt1", "drt2"))
 LANDMARK, BLOCK_RECURRENT, PLAIN = "Landmark Attn.", "Block Recurrent TFM", "BaseLM"
