@@ -12,15 +12,13 @@ from mezzo_drt.ops.grouped_cross_attention.form import Form
 from mezzo_drt.ops.grouped_cross_attention.saved import Saved
 from mezzo_drt.ops.grouped_cross_attention.triton.tiles import (
     LOG2_E,
-    Tiles,
+    backward_tiles,
     chunked,
-    key_tile,
     load_keys,
     load_reads,
     logits,
     pick,
     place,
-    query_tile,
     row_offsets,
 )
 
@@ -101,17 +99,6 @@ def queries_bwd_kernel(
                 b_dq = tl.dot(b_ds, b_k, b_dq, input_precision=PRECISION)
         store_stats(stats, o_read + o_m, b_lse, b_delta, weight + tl.zeros_like(b_lse), m_m)
     tl.store(dq + o_q, (b_dq * scale).to(dq.dtype.element_ty), mask=m_m[:, None])
-
-
-def backward_tiles(M: int, L: int, D: int, dtype: torch.dtype) -> Tiles:
-    """Return the sizes for M queries and L keys of width D."""
-    BN = key_tile(L, D, dtype)
-    if dtype == torch.float32:
-        return Tiles(16, BN, 4 if D <= 64 else 8, 1)
-    BM, one_more = query_tile(M, BN, L, 128 if D <= 64 else 64)
-    warps = 4 if max(BM, BN) <= 64 and D <= 128 else 8
-    small = BM * D <= 64 * 64 and BN * D <= 64 * 64
-    return Tiles(BM, BN, warps, 3 if small else 2, 168 if small else None, one_more)
 
 
 def queries_bwd(dout: Tensor, saved: Saved, form: Form) -> tuple[Tensor, Tensor]:

@@ -12,10 +12,11 @@ from torch import Tensor
 from mezzo_drt.ops.grouped_cross_attention.form import Form
 from mezzo_drt.ops.grouped_cross_attention.readers import Readers
 from mezzo_drt.ops.grouped_cross_attention.saved import Saved
-from mezzo_drt.ops.grouped_cross_attention.triton.backward import backward_tiles, load_stats
+from mezzo_drt.ops.grouped_cross_attention.triton.backward import load_stats
 from mezzo_drt.ops.grouped_cross_attention.triton.tiles import (
     LOG2_E,
     Tiles,
+    backward_tiles,
     chunked,
     key_tile,
     load_keys,

@@ -12,15 +12,13 @@ from torch import Tensor
 from mezzo_drt.ops.grouped_cross_attention.form import Form
 from mezzo_drt.ops.grouped_cross_attention.triton.tiles import (
     LN_2,
-    Tiles,
     chunked,
-    key_tile,
+    forward_tiles,
     load_keys,
     load_reads,
     logits,
     pick,
     place,
-    query_tile,
     row_offsets,
 )
 
@@ -100,17 +98,6 @@ def attend_fwd_kernel(
             b_out += tl.where(o_r[None, :] == r, b_new, 0.0)
         b_o = tl.sum(b_out, 1).to(out.dtype.element_ty)
         tl.store(out + ((M - 1) * H + i_h) * D + tl.arange(0, D), b_o)
-
-
-def forward_tiles(M: int, L: int, D: int, dtype: torch.dtype) -> Tiles:
-    """Return the sizes for M queries and L keys of width D."""
-    BN = key_tile(L, D, dtype)
-    if dtype == torch.float32:
-        return Tiles(16, BN, 4 if D <= 128 else 8, 1)
-    BM, one_more = query_tile(M, BN, L, 128 if D <= 64 else 64)
-    warps = 4 if max(BM, BN) <= 64 and D <= 128 else 8
-    small = BM * D <= 64 * 64 and BN * D <= 64 * 64
-    return Tiles(BM, BN, warps, 2, 128 if small else None, one_more)
 
 
 def attend(

@@ -10,6 +10,7 @@ are left over.
 """
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +77,27 @@ def query_tile(M: int, BN: int, L: int, most: int) -> tuple[int, bool]:
     if below >= 32 and M % below == 1 and L <= BN:  # chunks must be read in one go
         return below, True
     return min(max(16, next_power_of_2(M)), most), False
+
+
+def tile_sizes(
+    M: int, L: int, D: int, dtype: torch.dtype, *, wide: int, stages: int, registers: int
+) -> Tiles:
+    """Return the sizes for M queries and L keys of width D.
+
+    Float32 tiles wider than `wide` have more warps. Small tiles have `stages` and `registers`.
+    """
+    BN = key_tile(L, D, dtype)
+    if dtype == torch.float32:
+        return Tiles(16, BN, 4 if wide >= D else 8, 1)
+    BM, one_more = query_tile(M, BN, L, 128 if D <= 64 else 64)
+    warps = 4 if max(BM, BN) <= 64 and D <= 128 else 8
+    if BM * D <= 64 * 64 and BN * D <= 64 * 64:
+        return Tiles(BM, BN, warps, stages, registers, one_more)
+    return Tiles(BM, BN, warps, 2, None, one_more)
+
+
+forward_tiles = partial(tile_sizes, wide=128, stages=2, registers=128)
+backward_tiles = partial(tile_sizes, wide=64, stages=3, registers=168)
 
 
 def chunked(x: Tensor, BN: int) -> TensorDescriptor:
