@@ -12,7 +12,7 @@ import torch
 from mezzo_core.nn import AbstractStack
 from mezzo_core.nn.contract import run_eagerly
 from mezzo_core.ops.gradients import saveable
-from mezzo_core.ops.named import replaced  # torch 2.8 does not compile `_replace`
+from mezzo_core.ops.named_tuples import replaced  # torch 2.8 does not compile `_replace`
 from mezzo_core.ops.padding import without_padding
 from torch import Tensor, nn
 

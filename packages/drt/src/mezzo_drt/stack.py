@@ -13,7 +13,7 @@ from mezzo_core.nn.contract import AbstractSequenceModule, Run, run_eagerly
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.nn.state import Rows
 from mezzo_core.ops.checks import check_size, is_read
-from mezzo_core.ops.named import replaced
+from mezzo_core.ops.named_tuples import replaced
 from mezzo_core.ops.padding import last_real, without_padding
 from torch import Tensor, nn
 

@@ -5,7 +5,7 @@ from typing import cast
 
 import torch
 from mezzo_core.nn.attention import KVCache
-from mezzo_core.ops.named import replaced
+from mezzo_core.ops.named_tuples import replaced
 from torch import Tensor, nn
 
 from mezzo_drt.layer import UpperLayer

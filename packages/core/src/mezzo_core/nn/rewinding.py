@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from mezzo_core.nn.contract import AbstractSequenceModule, AbstractStack, Run, run_eagerly
 from mezzo_core.nn.state import Rows, only_counts, reset_rows, select_rows, with_fewer
 from mezzo_core.ops.checks import can_look, check_size, is_read
-from mezzo_core.ops.named import replaced
+from mezzo_core.ops.named_tuples import replaced
 
 Parts = TypeVar("Parts")
 

@@ -22,7 +22,7 @@ from mezzo_core.ops.attention.request import (
     wild_tokens,
 )
 from mezzo_core.ops.gradients import register_gradient
-from mezzo_core.ops.named import replaced
+from mezzo_core.ops.named_tuples import replaced
 from mezzo_core.ops.precision import accumulation_dtype, without_autocast
 from mezzo_core.positions import sequence_ids
 

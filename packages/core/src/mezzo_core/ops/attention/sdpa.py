@@ -21,7 +21,7 @@ from mezzo_core.ops.attention.request import (
 )
 from mezzo_core.ops.checks import can_look
 from mezzo_core.ops.gradients import refuse_second_gradient
-from mezzo_core.ops.named import replaced
+from mezzo_core.ops.named_tuples import replaced
 from mezzo_core.ops.precision import accumulation_dtype, without_autocast
 
 

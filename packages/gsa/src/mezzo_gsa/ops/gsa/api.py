@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from mezzo_core.ops.checks import check_floating, check_lengths
 from mezzo_core.ops.impl import Impl, resolve_impl
-from mezzo_core.ops.named import replaced
+from mezzo_core.ops.named_tuples import replaced
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 from torch.nn import functional as F

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from mezzo_core.ops.impl import Impl, resolve_impl
-from mezzo_core.ops.named import replaced
+from mezzo_core.ops.named_tuples import replaced
 from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import without_autocast
 from torch import Tensor

@@ -10,7 +10,7 @@ from itertools import repeat
 import torch
 from mezzo_core.ops.checks import can_look
 from mezzo_core.ops.impl import Impl
-from mezzo_core.ops.named import replaced
+from mezzo_core.ops.named_tuples import replaced
 from mezzo_core.ops.packed import check_borders
 from mezzo_core.ops.scan import linear_scan
 from torch import Tensor

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from mezzo_core.ops.checks import check_counts, check_size
-from mezzo_core.ops.named import replaced
+from mezzo_core.ops.named_tuples import replaced
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 

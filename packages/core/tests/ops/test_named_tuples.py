@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 import pytest
 import torch
 from mezzo_core.ops.form import schema_of
-from mezzo_core.ops.named import replaced
+from mezzo_core.ops.named_tuples import replaced
 from torch import Tensor
 
 
