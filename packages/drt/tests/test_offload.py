@@ -12,10 +12,11 @@ from mezzo_core.testing.poison import poison_memory as poison_memory
 from mezzo_drt import DRTConfig
 from mezzo_drt.baselines import LandmarkConfig
 from mezzo_drt.memory import host
+from mezzo_drt.state import DRTState
 from torch.utils._pytree import tree_leaves
 
 C, L, R = 32, 4, 2
-CONFIG = DRTConfig(
+DRT = DRTConfig(
     num_layers=4, num_groups=2, chunk_size=L, num_retrieved=R, window_size=7, head_dim=16,
     hidden=40, num_encoder_layers=1, offload=True,
 )  # fmt: skip
@@ -23,9 +24,10 @@ LANDMARK = LandmarkConfig(
     num_layers=2, head_dim=16, chunk_size=L, local_chunks=1, retrieved_chunks=R, offload=True
 )
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+configs = pytest.mark.parametrize("config", [DRT, LANDMARK], ids=["drt", "landmark"])
 
 
-def build(device="cpu", config=CONFIG, **fields):
+def build(device="cpu", config=DRT, **fields):
     torch.manual_seed(0)
     stack = replace(config, **fields).build(C)
     for weight in stack.parameters():
@@ -33,43 +35,67 @@ def build(device="cpu", config=CONFIG, **fields):
     return stack.to(device).eval()
 
 
-def pair(device="cpu", config=CONFIG):
+def pair(device="cpu", config=DRT):
     here, there = build(device, config, offload=False), build(device, config)
     there.load_state_dict(here.state_dict())
     return here, there
 
 
-def decode(stack, x, sizes, steps):
-    """Run segments, then steps; return the outputs and the last state."""
+def decode(stack, x, sizes, steps, lengths=None):
+    """Run segments, the first of them with padding, then steps; return outputs and the state."""
     state, outputs = stack.init_state(len(x)), []
     for segment in x[:, : sum(sizes)].split(sizes, 1):
-        y, state = stack(segment, state)
+        y, state = stack(segment, state, lengths=lengths)
+        if lengths is not None:
+            is_padding = torch.arange(y.shape[1], device=y.device) >= lengths[:, None]
+            y, lengths = y.masked_fill(is_padding[..., None], 0), None
         outputs.append(y)
     state = stack.reserve(state, steps)
-    for t in range(sum(sizes), sum(sizes) + steps):
+    for token in x[:, sum(sizes) :].split(1, 1):
         stack.before_step(state)
-        outputs.append(stack.step(x[:, t : t + 1], state))
+        outputs.append(stack.step(token, state))
     return torch.cat(outputs, 1), state
 
 
+def parts(state):
+    """What a state has of the chunks: on the host, and on the device."""
+    if isinstance(state, DRTState):
+        return state.memory[1:], (state.memory.keys, *state.fetched)
+    return state[:2], (state.seen, *state.near)
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("sizes", [[1], [61], [20, 3, 1, 37], [7] * 9])
+@pytest.mark.parametrize(
+    "config",
+    [DRT, *(replace(LANDMARK, local_chunks=local) for local in (0, 1, 3))],
+    ids=["drt", "landmark-0", "landmark-1", "landmark-3"],
+)
+@pytest.mark.parametrize(
+    ("sizes", "padded"), [([1], False), ([61], True), ([20, 3, 1, 37], True), ([7] * 9, False)]
+)
 @torch.no_grad()
-def test_outputs_are_those_without_offload(device, sizes):
-    x = torch.randn(3, sum(sizes) + 30, C, device=device)
-    here, there = pair(device)
-    wanted, _ = decode(here, x, sizes, 30)
-    found, state = decode(there, x, sizes, 30)
-    assert_close("outputs", found, wanted, rtol=1e-5)
-    assert_close("full forward", found, here(x)[0], rtol=1e-5)
-    assert {part.device.type for part in state.memory[1:]} == {"cpu"}
-    assert state.memory.keys.device.type == state.fetched.k.device.type == device
+def test_outputs_are_those_without_offload(device, config, sizes, padded):
+    here, there = pair(device, config)
+    prompt, lengths = sum(sizes), None
+    if padded:  # but the first row
+        lengths = torch.tensor([sizes[0], 0, sizes[0] // 2], device=device)
+    x = torch.randn(3, prompt + 30, C, device=device)
+    wanted, _ = decode(here, x, sizes, 30, lengths)
+    found, state = decode(there, x, sizes, 30, lengths)
+    if device == "cpu":
+        assert torch.equal(found[:, :prompt], wanted[:, :prompt])
+    assert_close("segments", found[:, :prompt], wanted[:, :prompt], rtol=1e-5)
+    assert_close("steps", found[:, prompt:], wanted[:, prompt:], rtol=1e-5)
+    assert_close("full forward", found[:1], here(x[:1])[0], rtol=1e-5)
+    for held, place in zip(parts(state), ("cpu", device), strict=True):
+        assert {part.device.type for part in held} == {place}
 
 
+@configs
 @pytest.mark.parametrize("offload", [False, True])
 @torch.no_grad()
-def test_torchs_default_device_may_be_another(offload):
-    stack, x = build(offload=offload), torch.randn(3, 40, C)
+def test_torchs_default_device_may_be_another(config, offload):
+    stack, x = build(config=config, offload=offload), torch.randn(3, 40, C)
     wanted, _ = decode(stack, x, [20, 3], 17)
     with torch.device("meta"):  # as after `torch.set_default_device("cuda")`
         found, _ = decode(stack, x, [20, 3], 17)
@@ -84,8 +110,9 @@ def test_laws_on_a_gpu(law):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_rows_at_any_places_decode_as_alone(device, poison_memory):
-    stack = build(device)
+@configs
+def test_rows_at_any_places_decode_as_alone(device, config, poison_memory):
+    stack = build(device, config)
     check_step(stack, (0, 4, 21, 33), 27)
     check_segments(stack, num_tokens=61, splits=(30, 0, 1, 8, 22), batch=3)
 
@@ -119,7 +146,7 @@ def test_steps_fetch_once_a_chunk(monkeypatch):
 
 @pytest.mark.parametrize(
     ("config", "rtol", "atol"),
-    [(CONFIG, 1e-4, 1e-6), (LANDMARK, 1e-5, 1e-7)],
+    [(DRT, 1e-4, 1e-6), (LANDMARK, 1e-5, 1e-7)],
     ids=["drt", "landmark"],
 )
 def test_gradients_are_those_without_offload(config, rtol, atol):
@@ -153,17 +180,17 @@ def test_what_the_device_holds_grows_by_one_vector_a_chunk():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("prefill_tokens", [None, 5])
-def test_a_model_generates_the_same(device, prefill_tokens):
+@configs
+@pytest.mark.parametrize("options", [{}, {"prefill_tokens": 5}, {"num_rows": 2}])
+def test_a_model_generates_the_same(device, config, options):
     prompts = [[1, 2, 3], list(range(12)), list(range(23))]
     answers = []
     for kept in (False, True):
         torch.manual_seed(0)
-        config = LMConfig(
-            24, C, init_std=0.5, stack=replace(CONFIG, offload=kept), tie_embeddings=False
-        )
-        lm = config.build().to(device)
-        answers.append(generate(lm, prompts, max_new_tokens=22, prefill_tokens=prefill_tokens))
+        lm = LMConfig(
+            24, C, init_std=0.5, stack=replace(config, offload=kept), tie_embeddings=False
+        ).build()
+        answers.append(generate(lm.to(device), prompts, max_new_tokens=22, **options))
     assert answers[0] == answers[1]
 
 
@@ -171,7 +198,7 @@ def test_a_model_generates_the_same(device, prefill_tokens):
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_prompts_take_turns_in_rows_whose_chunks_are_offloaded(device, on_disk, tmp_path):
     torch.manual_seed(0)
-    config = LMConfig(24, C, init_std=0.5, stack=CONFIG, tie_embeddings=False)
+    config = LMConfig(24, C, init_std=0.5, stack=DRT, tie_embeddings=False)
     lm = config.build().to(device)
     lm.stack.offload_to(tmp_path if on_disk else None)
     prompts = [[1, 2, 3], list(range(12)), list(range(23)), [5, 4], [9] * 9]
@@ -183,15 +210,26 @@ def test_prompts_take_turns_in_rows_whose_chunks_are_offloaded(device, on_disk, 
     assert len({len(row) for row in alone}) > 1
 
 
-@pytest.mark.parametrize("cast", ["weights", "autocast"])
+@pytest.mark.parametrize(
+    ("config", "cast", "kept", "rtol"),
+    [
+        (DRT, "weights", torch.bfloat16, 0.0),
+        (DRT, "autocast", torch.bfloat16, 0.0),
+        (LANDMARK, "weights", torch.bfloat16, 1e-2),
+        (LANDMARK, "autocast", torch.float32, 1e-2),  # as its landmark
+    ],
+    ids=["drt-weights", "drt-autocast", "landmark-weights", "landmark-autocast"],
+)
 @torch.no_grad()
-def test_bf16_runs_in_segments_and_steps(cast):
-    here, there = pair()
+def test_bf16_runs_in_segments_and_steps(config, cast, kept, rtol):
+    here, there = pair(config=config)
     x = torch.randn(2, 50, C)
     if cast == "weights":
         here, there, x = here.bfloat16(), there.bfloat16(), x.bfloat16()
     with torch.autocast("cpu", torch.bfloat16, enabled=cast == "autocast"):
         wanted, _ = decode(here, x, [20, 9], 21)
         found, state = decode(there, x, [20, 9], 21)
-    assert {part.dtype for part in (*state.memory, *state.fetched)} == {torch.bfloat16}
-    assert torch.equal(found, wanted)
+    held = {part.dtype for part in tree_leaves(parts(state)) if part.is_floating_point()}
+    assert held == {kept}
+    assert found.dtype == wanted.dtype
+    assert_close("bf16", found, wanted, rtol=rtol)

@@ -1,4 +1,4 @@
-"""With its chunks in the host's memory, Landmark Attention computes the same."""
+"""Landmark Attention with its chunks in the host's memory; as DRT too: `../test_offload.py`."""
 
 from dataclasses import replace
 
@@ -10,13 +10,10 @@ from mezzo_core.nn.generate import generate
 from mezzo_core.nn.graphs import Graphs
 from mezzo_core.nn.rewinding import Rewinding
 from mezzo_core.nn.sampler import Sampler
-from mezzo_core.testing.laws import LAWS, check_segments, check_step
-from mezzo_core.testing.numerics import assert_close
-from mezzo_core.testing.poison import poison_memory as poison_memory
+from mezzo_core.testing.laws import LAWS
 from mezzo_drt.baselines import LandmarkConfig
 from mezzo_drt.baselines.landmark import offload
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 C, D, L, Y, R = 12, 6, 3, 2, 2
 H = C // D
@@ -37,22 +34,6 @@ def build(device="cpu", **fields):
     return stack.to(device).eval()
 
 
-def decode(stack, x, sizes, steps, lengths=None):
-    """Run segments, the first of them with padding, then steps; return outputs and the state."""
-    state, outputs = stack.init_state(len(x)), []
-    for segment in x[:, : sum(sizes)].split(sizes, 1):
-        y, state = stack(segment, state, lengths=lengths)
-        if lengths is not None:
-            y = y.masked_fill(
-                (torch.arange(y.shape[1], device=y.device) >= lengths[:, None])[..., None], 0
-            )
-        outputs.append(y)
-        lengths = None
-    state = stack.reserve(state, steps)
-    outputs += [stack.step(token, state) for token in x[:, sum(sizes) :].split(1, 1)]
-    return torch.cat(outputs, 1), state
-
-
 @pytest.mark.parametrize("law", LAWS)
 def test_every_law_is_kept(law):
     LAWS[law](build())
@@ -63,32 +44,6 @@ def test_every_law_is_kept(law):
 def test_laws_on_a_gpu(law):
     """But one: there a NaN of a packed sequence can reach the gradients of others."""
     LAWS[law](build("cuda"))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("local", [0, 1, 3])
-@pytest.mark.parametrize("sizes", [[1], [61], [20, 3, 1, 37]])
-@torch.no_grad()
-def test_outputs_are_those_without_offload(device, local, sizes):
-    here, there = (build(device, offload=kept, local_chunks=local) for kept in (False, True))
-    x = torch.randn(3, sum(sizes) + 30, C, device=device)
-    for lengths in (None, torch.tensor([sizes[0], 0, sizes[0] // 2], device=device)):
-        wanted, _ = decode(here, x, sizes, 30, lengths)
-        found, state = decode(there, x, sizes, 30, lengths)
-        prompt = sum(sizes)
-        if device == "cpu":
-            assert torch.equal(found[:, :prompt], wanted[:, :prompt])
-        assert_close("segments", found[:, :prompt], wanted[:, :prompt], rtol=1e-5)
-        assert_close("steps", found[:, prompt:], wanted[:, prompt:], rtol=1e-5)
-    assert {part.device.type for part in state[:2]} == {"cpu"}
-    assert {part.device.type for part in (state.seen, *state.near)} == {device}
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_rows_at_any_places_decode_as_alone(device, poison_memory):
-    stack = build(device)
-    check_step(stack, (0, 3, 21, 32), 27)
-    check_segments(stack, num_tokens=61, splits=(30, 0, 1, 8, 22), batch=3)
 
 
 @torch.no_grad()
@@ -170,19 +125,6 @@ def test_decoders_are_told_that_a_step_waits(monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("options", [{}, {"prefill_tokens": 5}, {"num_rows": 2}])
-def test_a_model_generates_the_same(device, options):
-    prompts = [[1, 2, 3], list(range(12)), list(range(23))]
-    answers = []
-    for kept in (False, True):
-        torch.manual_seed(0)
-        config = LMConfig(24, C, init_std=0.5, stack=replace(CONFIG, offload=kept))
-        lm = config.build().to(device)
-        answers.append(generate(lm, prompts, max_new_tokens=22, **options))
-    assert answers[0] == answers[1]
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_an_assistant_changes_no_token(device):
     torch.manual_seed(0)
     lm, assistant = (
@@ -191,27 +133,3 @@ def test_an_assistant_changes_no_token(device):
     prompts = [[1, 2, 3], list(range(12))]
     alone = generate(lm, prompts, max_new_tokens=22)
     assert generate(lm, prompts, max_new_tokens=22, assistant=assistant, num_drafted=3) == alone
-
-
-@pytest.mark.parametrize("cast", ["weights", "autocast"])
-@torch.no_grad()
-def test_bf16_runs_in_segments_and_steps(cast):
-    here, there = build(offload=False), build()
-    x = torch.randn(2, 50, C)
-    if cast == "weights":
-        here, there, x = here.bfloat16(), there.bfloat16(), x.bfloat16()
-    with torch.autocast("cpu", torch.bfloat16, enabled=cast == "autocast"):
-        wanted, _ = decode(here, x, [20, 9], 21)
-        found, state = decode(there, x, [20, 9], 21)
-    kept = {part.dtype for part in tree_leaves(state) if part.is_floating_point()}
-    assert kept == {there.landmark.dtype}
-    assert_close("bf16", found.float(), wanted.float(), rtol=1e-2)
-
-
-@torch.no_grad()
-def test_torchs_default_device_may_be_another():
-    stack, x = build(), torch.randn(3, 40, C)
-    wanted, _ = decode(stack, x, [20, 3], 17)
-    with torch.device("meta"):  # as after `torch.set_default_device("cuda")`
-        found, _ = decode(stack, x, [20, 3], 17)
-    assert torch.equal(found, wanted)
