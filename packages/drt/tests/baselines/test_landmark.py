@@ -6,7 +6,7 @@ import pytest
 import torch
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.testing.arguments import check_fields, check_module_arguments
-from mezzo_core.testing.laws import LAWS, check_causal, check_packed, check_segments, check_step
+from mezzo_core.testing.laws import LAWS
 from mezzo_core.testing.numerics import assert_close
 from mezzo_drt.baselines import LandmarkConfig
 from mezzo_drt.baselines.landmark.attention import (
@@ -121,15 +121,11 @@ def test_every_law_is_kept(stack, law):
     LAWS[law](stack)
 
 
-def test_the_laws_hold_across_many_chunks(stack):
-    check_segments(stack, num_tokens=50, splits=(7, 0, 1, 30, 12))
-    check_causal(stack, num_tokens=40)
-    check_packed(stack, (23, 0, 3, 17, 1))
+def test_transforms_which_cannot_look_at_borders_give_the_same(stack):
+    """They run all sequences at once, as graphs do."""
     x, borders = torch.randn(1, 44, C), torch.tensor([0, 23, 23, 26, 43, 44])
-    # Transforms and graphs, which cannot look at the borders, run all sequences at once.
     found, _ = torch.func.vjp(lambda x: stack(x, cu_seqlens=borders)[0], x)
     torch.testing.assert_close(found, stack(x, cu_seqlens=borders)[0], rtol=1e-4, atol=1e-5)
-    check_step(stack, (0, 8, 21), 15)
 
 
 def test_arguments_replaced_are_refused_by_name(stack):
