@@ -1,6 +1,6 @@
 """All recurrent layers at once: tiles against the definition, limits, packing, the past."""
 
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import factorial
 
 import pytest
@@ -17,6 +17,8 @@ from mezzo_recurrent_transformer.ops.recurrent_layers import (
     tiles,
 )
 
+from .problems import layers, problem
+
 EXACT = torch.float64
 RTOL = {torch.float64: 1e-10, torch.float32: 1e-5}
 # Name: (B, T, arguments). Tiles of several layers have 16 tokens at these sizes.
@@ -30,56 +32,10 @@ CASES = {
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
 
-def problem(case, n=2, H=2, D=4, F=12, *, norm="rms", alibi=True, dtype=EXACT, seed=0):
-    """Random inputs by name, the options of the call, and gradients of its outputs."""
-    B, T, given = case
-    draw, C = torch.Generator().manual_seed(seed), H * D
-
-    def normal(*shape):
-        return torch.randn(shape, generator=draw, dtype=EXACT).to(dtype)
-
-    # Without norms a recurrence with large weights explodes.
-    std = 0.4 if norm == "none" else 1.0
-    inputs = {"x": normal(B, T, C)}
-    inputs |= {name: normal(n, C, C) * std * C**-0.5 for name in ("wq", "wk", "wv", "wo")}
-    inputs |= {"up": normal(n, F, C) * C**-0.5, "down": normal(n, C, F) * std * F**-0.5}
-    if norm != "none":
-        inputs |= {k: 1 + 0.3 * normal(n, C) for k in ("n1", "n2", "q_norm", "k_norm")}
-    options = {"num_heads": H, "norm": norm, "residual_scale": 0.7, "eps": 1e-3}
-    options["alibi_slopes"] = torch.tensor([0.5, 0.03, 0.1])[:H] if alibi else None
-    pull = normal(B, T, C), None, None
-    if (seen := given.get("seen")) is not None:
-        P = max(seen) + 1
-        inputs |= {"k": normal(n, B, P, H, D), "v": normal(n, B, P, H, D)}
-        options["seen"] = torch.tensor(seen)
-        pull = pull[0], normal(n, B, P + T, H, D), normal(n, B, P + T, H, D)
-    if (real := given.get("real")) is not None:
-        options["lengths"] = torch.tensor(real)
-    if (packed := given.get("packed")) is not None:
-        options["cu_seqlens"] = torch.tensor([0, *accumulate(packed)])
-    return inputs, options, pull
-
-
-def layers(impl, *, seen=None, **options):
-    """The op as a function of tensors by name: z, and the pairs; what holds anything as zeros."""
-
-    def call(x, k=None, v=None, **weights):
-        past = None if k is None else Past(k, v, seen)
-        z, after = recurrent_layers(x, LayerWeights(**weights), past=past, impl=impl, **options)
-        if after is None:
-            return z, None, None
-        if (real := options.get("lengths")) is not None:
-            z = z.masked_fill((torch.arange(z.shape[1]) >= real[:, None])[..., None], 0)
-        unused = torch.arange(after.k.shape[2]) >= after.lengths[:, None]
-        return z, *(t.masked_fill(unused[..., None, None], 0) for t in after[:2])
-
-    return call
-
-
 def run(impl, inputs, options, pull):
     """Outputs and gradients by name."""
     outputs, gradients = grads(layers(impl, **options), inputs, pull)
-    found = {k: v for k, v in zip(("z", "k", "v"), outputs, strict=True) if v is not None}
+    found = dict(zip("zkv", outputs, strict=False))
     return found | {f"d{name}": value for name, value in gradients.items()}
 
 
@@ -227,7 +183,7 @@ def test_a_block_as_long_as_the_sequence_is_a_transformer(norm):
 
     def transformer(x, **weights):
         own = {f"{names[name]}.weight": w[0] for name, w in weights.items()}
-        return torch.func.functional_call(block, own, (x,), strict=True)[0], None, None
+        return torch.func.functional_call(block, own, (x,), strict=True)[:1]
 
     for size in (21, 500):
         options["block_size"] = size
@@ -270,7 +226,7 @@ def test_a_packed_sequence_equals_itself_alone(packed, block_size, impl):
     total = {}
     for start, end in pairwise(borders):
         own, its_pull = inputs | {"x": inputs["x"][:, start:end]}, pull[0][:, start:end]
-        alone = run(impl, own, options, (its_pull, None, None))
+        alone = run(impl, own, options, (its_pull,))
         for name, value in alone.items():
             if name in ("z", "dx"):
                 assert_close(name, found[name][:, start:end], value, rtol=1e-10, atol=1e-12)
@@ -374,7 +330,7 @@ def test_segments_with_their_past_equal_the_whole_with_gradients(splits):
         for part in x.split(splits, 1):
             z, past = recurrent_layers(part, LayerWeights(**weights), past=past, **options)
             outs.append(z)
-        return torch.cat(outs, 1), None, None
+        return (torch.cat(outs, 1),)
 
     (z, *_), gradients = grads(segments, inputs, pull)
     found = {"z": z} | {f"d{name}": g for name, g in gradients.items()}
@@ -425,7 +381,7 @@ def test_strides_do_not_matter(name):
     wanted = run("eager", inputs, options, pull)
     turned = {k: v.transpose(0, 1).contiguous().transpose(0, 1) for k, v in inputs.items()}
     wide = {k: v.repeat_interleave(2, -1)[..., ::2] for k, v in inputs.items()}
-    pulled = tuple(d if d is None else d.mT.contiguous().mT for d in pull)
+    pulled = tuple(d.mT.contiguous().mT for d in pull)
     for strided in (turned, wide):
         assert not any(strided[k].is_contiguous() for k in strided.keys() & {"x", "wq", "k"})
         assert_same(run("eager", strided, options, pulled), wanted, 1e-12)
@@ -448,7 +404,7 @@ def test_bfloat16_is_as_exact_as_the_definition_in_bfloat16(name):
         inputs[matrix] *= 0.5
     single = {k: v.float() for k, v in inputs.items()}
     found = run("eager", inputs, options, pull)
-    wanted = run("reference", single, options, tuple(d if d is None else d.float() for d in pull))
+    wanted = run("reference", single, options, tuple(d.float() for d in pull))
     low = run("reference", inputs, options, pull)
     for key, value in found.items():
         assert value.dtype == torch.bfloat16, key

@@ -1,11 +1,12 @@
 """`recurrent_layers` under autograd, torch.compile and torch.func; what the backward keeps."""
 
+from functools import partial
+
 import pytest
 import torch
 from mezzo_core.testing import assert_close, grads
 from mezzo_recurrent_transformer.ops.recurrent_layers import (
     LayerWeights,
-    Past,
     eager,
     recurrent_layers,
 )
@@ -18,55 +19,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-H, D, F = 2, 4, 12
-C = H * D
-# Name: (B, T, options). A tile has 16 tokens.
+from . import problems
+from .problems import layers
+
+H, C = 2, 8
+# Name: (B, T, arguments). A tile has 16 tokens.
 CASES = {
     "one tile": (2, 5, {}),
     "two tiles": (2, 18, {}),
-    "packed": (1, 18, {"cu_seqlens": torch.tensor([0, 1, 1, 18])}),
-    "past": (2, 18, {"seen": torch.tensor([3, 0])}),
-    "padded": (2, 18, {"seen": torch.tensor([3, 0]), "lengths": torch.tensor([7, 18])}),
+    "packed": (1, 18, {"packed": (1, 0, 17)}),
+    "past": (2, 18, {"seen": (3, 0)}),
+    "padded": (2, 18, {"seen": (3, 0), "real": (7, 18)}),
 }
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-
-
-def problem(case, n=2, norm="rms", dtype=torch.float32):
-    """Random inputs by name, the options of the call, and the gradient of z."""
-    B, T, options = case
-    draw = torch.Generator().manual_seed(0)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=draw, dtype=torch.float64).to(dtype)
-
-    inputs = {"x": normal(B, T, C)}
-    inputs |= {name: normal(n, C, C) * 0.3 for name in ("wq", "wk", "wv", "wo")}
-    inputs |= {"up": normal(n, F, C) * 0.3, "down": normal(n, C, F) * 0.3}
-    if norm != "none":
-        inputs |= {k: 1 + 0.3 * normal(n, C) for k in ("n1", "n2", "q_norm", "k_norm")}
-    if "seen" in options:
-        inputs |= {"k": normal(n, B, 4, H, D), "v": normal(n, B, 4, H, D)}
-    fixed = {
-        "num_heads": H,
-        "norm": norm,
-        "residual_scale": 0.7,
-        "alibi_slopes": torch.tensor([0.5, 0.1]),
-    }
-    return inputs, options | fixed, normal(B, T, C)
-
-
-def layers(*, impl="eager", seen=None, **options):
-    """The op as a function of tensors by name: z, and the pairs; what holds anything as zeros."""
-
-    def call(x, k=None, v=None, **weights):
-        past = None if k is None else Past(k, v, seen)
-        z, after = recurrent_layers(x, LayerWeights(**weights), past=past, impl=impl, **options)
-        if after is None:
-            return (z,)
-        unused = torch.arange(after.k.shape[2]) >= after.lengths[:, None]
-        return z, *(t.masked_fill(unused[..., None, None], 0) for t in (after.k, after.v))
-
-    return call
+problem = partial(problems.problem, dtype=torch.float32)
 
 
 def loss(outputs):
@@ -89,7 +55,7 @@ def assert_same(found, wanted, rtol):
     ("name", "norm"), [("one tile", "none"), ("two tiles", "rms"), ("past", "rms")]
 )
 def test_gradcheck(name, norm):
-    inputs, options, _ = problem(CASES[name], 2, norm, torch.float64)
+    inputs, options, _ = problem(CASES[name], norm=norm, dtype=torch.float64)
     leaves = [x.requires_grad_() for x in inputs.values()]
     assert torch.autograd.gradcheck(
         lambda *values: layers(**options)(**dict(zip(inputs, values, strict=True))),
@@ -106,13 +72,13 @@ def registered(inputs, options):
         *Matrices.of(weights, inputs["x"].dtype),
         options["alibi_slopes"],
         *(inputs.get("k"), inputs.get("v"), options.get("seen"), options.get("cu_seqlens")),
-        *(H, 0.7, options["norm"], 1e-5, True, 1, "eager"),
+        *(H, 0.7, options["norm"], options["eps"], True, 1, "eager"),
     )
 
 
 @pytest.mark.parametrize(("name", "n"), [("two tiles", 1), ("past", 1), ("packed", 3), ("past", 3)])
 def test_opcheck(name, n):
-    inputs, options, dz = problem(CASES[name], n)
+    inputs, options, (dz, *_) = problem(CASES[name], n)
     ops = torch.ops.mezzo_recurrent_transformer
     arguments = registered(inputs, options)
     z, stream, *pairs = ops.recurrent_layers(*arguments)
@@ -231,7 +197,7 @@ class Made(TorchDispatchMode):
 
 def test_the_backward_makes_two_tensors_of_all_layers_and_tokens():
     n, B, T = 3, 2, 32
-    inputs, options, dz = problem((B, T, {}), n)
+    inputs, options, (dz, *_) = problem((B, T, {}), n)
     weights = LayerWeights(**{name: w for name, w in inputs.items() if name != "x"})
     matrices, form = Matrices.of(weights, torch.float32), Form(H, 0.7, "rms", 1e-5, True, 1)
     call = Call(matrices, options["alibi_slopes"], None, form, eager)
