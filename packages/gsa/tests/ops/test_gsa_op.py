@@ -1,90 +1,27 @@
 """Gated slot attention in plain PyTorch: the chunk form against the definition, and its limits."""
 
-from itertools import accumulate, pairwise
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mezzo_core.testing import assert_close, grads
+from mezzo_core.testing import assert_close
 from mezzo_gsa.ops import chunk_gla
-from mezzo_gsa.ops.gsa import GSAState, chunk_gsa, chunk_gsa_projected, recurrent_gsa
+from mezzo_gsa.ops.gsa import chunk_gsa, chunk_gsa_projected, recurrent_gsa
+
+from .inputs import GATES, assert_same, call
+from .inputs import draw_gsa as draw
 
 OPS = (chunk_gsa, recurrent_gsa)
 BETWEEN = ["softmax", "none", "swish", "relu", "relu_squared"]
-GATES = ["usual", "quick", "zero", "padded", "far", "mixture", "tiny"]
 HEADS = [(1, 1), (2, 1), (4, 2), (3, 3)]
 PROJECTED = {"num_heads": 4, "num_kv_heads": 2, "num_slots": 5}
 
 
-def draw_gates(kind, normal):
-    """Turn normal numbers into log gates of a kind."""
-    gates = {
-        "usual": F.logsigmoid(normal) / 8,
-        "quick": F.logsigmoid(2 * normal),
-        "zero": torch.zeros_like(normal),
-        "padded": F.logsigmoid(normal) * (normal > -0.5),  # exact zeros between the others
-        "far": torch.full_like(normal, -50.0),
-        "mixture": torch.where(normal > 0.52, -50.0, F.logsigmoid(normal) / 8),  # 30% of them
-        "tiny": torch.full_like(normal, -1e-4),
-    }
-    return gates[kind]
-
-
-def draw(
-    B, T, HQ=2, H=1, K=3, V=5, M=4, *, gates="usual", strength=False, states=None,
-    dtype=torch.float64, seed=0,
-):  # fmt: skip
-    """Draw inputs by name; `states` rows of initial memories, B of them if None."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    S, wide = B if states is None else states, torch.promote_types(dtype, torch.float32)
-    return {
-        "q": normal(B, T, HQ, K).to(dtype),
-        "k": normal(B, T, H, K).to(dtype),
-        "v": normal(B, T, H, V).to(dtype),
-        "g": draw_gates(gates, normal(B, T, H, M)).to(wide),
-        "s": normal(B, T, H, M).to(wide) if strength else None,
-        "k0": normal(S, H, M, K).to(wide),
-        "v0": normal(S, H, M, V).to(wide),
-    }
-
-
-def call(op, k0=None, v0=None, **x):
-    """Call an op with the memories apart; return its three results."""
-    out, final_state = op(**x, initial_state=None if k0 is None else GSAState(k0, v0))
-    return out, *final_state
-
-
-def cut(inputs, start, end):
-    """Keep some of the tokens."""
-    return {
-        name: x if x is None or name in ("k0", "v0") else x[:, start:end]
-        for name, x in inputs.items()
-    }
-
-
-def assert_same(fn, ref, inputs, rtol=1e-10):
-    """Compare all results and all gradients."""
-    generator = torch.Generator().manual_seed(1)
-    douts = [torch.randn(x.shape, generator=generator).to(x) for x in fn(**inputs)]
-    (truth, dtruth), (found, dfound) = (grads(f, inputs, tuple(douts)) for f in (ref, fn))
-    for name, a, b in zip(("out", "final k", "final v"), found, truth, strict=True):
-        assert_close(name, a, b, rtol=rtol, atol=1e-12)
-    for name, b in dtruth.items():
-        assert_close(f"d{name}", dfound[name], b, rtol=rtol, atol=1e-11)
-
-
 def both(inputs, **form):
-    assert_same(
-        lambda **x: call(chunk_gsa, **x, **form),
-        lambda **x: call(recurrent_gsa, **x, **form),
-        inputs,
-    )
+    assert_same(partial(call, chunk_gsa, **form), partial(call, recurrent_gsa, **form), inputs)
 
 
 @pytest.mark.parametrize("gates", GATES)
@@ -125,7 +62,7 @@ def test_float32_is_exact_to_rounding(B, T, heads, widths, gates, strength, seed
     if strength:
         low["s"] = low["s"].sigmoid()
     form = {"scale": widths[0] ** -0.5}
-    exact = {name: x if x is None else x.double() for name, x in low.items()}
+    exact = {name: x.double() for name, x in low.items()}
     truth = call(recurrent_gsa, **exact, **form)
     for op in OPS:
         for name, x, ref in zip(
@@ -167,103 +104,11 @@ def test_the_definition_is_the_equation(strength, between):
 def test_gradients_are_those_of_finite_differences(op, strength, between, monkeypatch):
     monkeypatch.setattr("mezzo_gsa.ops.gsa.chunked.CHUNK", 4)  # several chunks, few numbers
     inputs = draw(2, 6, HQ=2, K=2, V=3, M=2, strength=strength, gates="quick")
-    if not strength:
-        del inputs["s"]
     values = [x.requires_grad_() for x in inputs.values()]
     assert torch.autograd.gradcheck(
         lambda *xs: call(op, **dict(zip(inputs, xs, strict=True)), scale=0.7, between=between),
         values,
     )
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_packed_gradients_are_those_of_finite_differences(op, monkeypatch):
-    monkeypatch.setattr("mezzo_gsa.ops.gsa.chunked.CHUNK", 2)
-    inputs = draw(1, 6, K=2, V=2, M=2, states=4, strength=True)
-    values = [x.requires_grad_() for x in inputs.values()]
-    borders = torch.tensor([0, 1, 1, 5, 6])
-    assert torch.autograd.gradcheck(
-        lambda *xs: call(op, **dict(zip(inputs, xs, strict=True)), cu_seqlens=borders), values
-    )
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_query_heads_read_the_head_of_their_group(op):
-    inputs = draw(2, 70, HQ=4, H=2, strength=True)
-    spread = {name: inputs[name].repeat_interleave(2, dim=2) for name in "kvgs"}
-    states = {name: inputs[name].repeat_interleave(2, dim=1) for name in ("k0", "v0")}
-    alone = call(op, **{**inputs, **spread, **states})[0]
-    assert_close("out", call(op, **inputs)[0], alone, rtol=1e-12)
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    lengths=st.lists(st.integers(0, 80), min_size=1, max_size=6).filter(any),
-    gates=st.sampled_from(["quick", "mixture"]),
-    strength=st.booleans(),
-    borders_dtype=st.sampled_from([torch.int32, torch.int64]),
-)
-def test_packed_sequences_equal_each_alone_with_all_gradients(
-    lengths, gates, strength, borders_dtype
-):
-    borders = [0, *accumulate(lengths)]
-    inputs = draw(1, borders[-1], states=len(lengths), gates=gates, strength=strength)
-    cu_seqlens = torch.tensor(borders, dtype=borders_dtype)
-
-    def alone(**x):
-        parts = []
-        for i, (a, b) in enumerate(pairwise(borders)):
-            states = {name: x[name][i : i + 1] for name in ("k0", "v0")}
-            parts.append(call(chunk_gsa, **{**cut(x, a, b), **states}))
-        outs, last_k, last_v = zip(*parts, strict=True)
-        return torch.cat(outs, 1), torch.cat(last_k), torch.cat(last_v)
-
-    for op in OPS:
-        assert_same(lambda **x: call(op, **x, cu_seqlens=cu_seqlens), alone, inputs)  # noqa: B023
-
-
-@settings(max_examples=20, deadline=None)
-@given(
-    splits=st.lists(st.integers(0, 90), min_size=1, max_size=5),
-    gates=st.sampled_from(GATES),
-    seed=st.integers(0, 99),
-)
-def test_segments_through_a_state_equal_the_whole(splits, gates, seed):
-    inputs = draw(2, sum(splits), gates=gates, seed=seed)
-    whole, *last = call(chunk_gsa, **inputs)
-    for op in OPS:
-        state, outs = {name: inputs[name] for name in ("k0", "v0")}, []
-        for end, length in zip(accumulate(splits), splits, strict=True):
-            out, k, v = call(op, **{**cut(inputs, end - length, end), **state})
-            state = {"k0": k, "v0": v}
-            outs.append(out)
-        assert_close("out", torch.cat(outs, 1), whole, rtol=1e-10)
-        for name, x, ref in zip(("final k", "final v"), state.values(), last, strict=True):
-            assert_close(name, x, ref, rtol=1e-10)
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_a_change_leaves_the_past_bit_equal(op):
-    inputs = draw(2, 100, dtype=torch.float32, strength=True)
-    out = call(op, **inputs)[0]
-    for t in (0, 1, 50, 63, 64, 99):
-        for name in "qkvgs":
-            other = inputs[name].clone()
-            other[:, t:] -= 1.0
-            changed = call(op, **{**inputs, name: other})[0]
-            assert torch.equal(changed[:, :t], out[:, :t]), f"{name} at {t} reached the past"
-            assert not torch.equal(changed[:, t:], out[:, t:]), f"{name} at {t} reached nothing"
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_the_initial_state_is_not_overwritten_and_defaults_to_zeros(op):
-    inputs = draw(1, 70)
-    before = {name: inputs[name].clone() for name in ("k0", "v0")}
-    call(op, **inputs)
-    assert all(torch.equal(inputs[name], x) for name, x in before.items())
-    zeros = call(op, **{**inputs, **{name: torch.zeros_like(x) for name, x in before.items()}})
-    without = call(op, **{**inputs, "k0": None})
-    assert all(torch.equal(a, b) for a, b in zip(without, zeros, strict=True))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -320,55 +165,6 @@ def test_the_second_pass_is_gated_linear_attention():
     queries = torch.stack(weights)[None, :, None]
     expected = chunk_gla(queries, -torch.expm1(g), v, g, initial_state=inputs["v0"]).out
     assert_close("out", call(chunk_gsa, **inputs)[0], expected, rtol=1e-10)
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_inputs_lose_only_the_rounding_of_the_output(op, dtype):
-    inputs = draw(2, 70, dtype=dtype)
-    out, *last = call(op, **inputs)
-    exact = {name: x if x is None else x.double() for name, x in inputs.items()}
-    ref, *last_ref = call(op, **exact)
-    assert out.dtype == dtype
-    assert_close("out", out, ref, rtol=5e-3)
-    for x, y in zip(last, last_ref, strict=True):
-        assert x.dtype == torch.float32
-        assert_close("state", x, y, rtol=1e-5)
-
-
-def test_autocast_leaves_the_products_of_memories_in_float32():
-    inputs = draw(2, 70, dtype=torch.float32)
-    for op in OPS:
-        with torch.autocast("cpu", torch.bfloat16):
-            out = call(op, **inputs)[0]
-        assert torch.equal(out, call(op, **inputs)[0])
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_no_tokens_give_the_initial_state(op):
-    inputs = draw(2, 0, HQ=4, H=2)
-    out, last_k, last_v = call(op, **inputs)
-    assert out.shape == (2, 0, 4, 5)
-    assert torch.equal(last_k, inputs["k0"])
-    assert torch.equal(last_v, inputs["v0"])
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_inputs_need_not_be_contiguous(op):
-    inputs = draw(2, 70, strength=True)
-    turned = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in inputs.items()}
-    assert_close("out", call(op, **turned)[0], call(op, **inputs)[0], rtol=1e-12)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.any_shapes
-def test_the_chunk_form_compiles_without_a_graph_break(packed):
-    torch._dynamo.reset()
-    inputs = draw(1, 70, states=2 if packed else 1)
-    inputs["cu_seqlens"] = torch.tensor([0, 33, 70]) if packed else None
-    compiled = torch.compile(chunk_gsa, fullgraph=True, backend="aot_eager")
-    for ours, ref in zip(call(compiled, **inputs), call(chunk_gsa, **inputs), strict=True):
-        assert_close("result", ours, ref, rtol=1e-12)
 
 
 @pytest.mark.parametrize("swish", [True, False])
