@@ -1,4 +1,7 @@
-"""The laws of gated linear attention and of gated slot attention, in both forms of each."""
+"""The laws of gated linear attention and of gated slot attention, in both forms of each.
+
+Those of kernels, at the end, run in the interpreter, or on a GPU.
+"""
 
 from functools import partial
 from itertools import accumulate, pairwise
@@ -7,15 +10,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mezzo_core.testing import assert_close
+from mezzo_core.testing import assert_close, grads
 from mezzo_gsa.ops.gla import chunk_gla, recurrent_gla
 from mezzo_gsa.ops.gsa import chunk_gsa, recurrent_gsa
 
 from .inputs import GATES, assert_same, call, draw_gla, draw_gsa, states, tokens
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 draw_strengths = partial(draw_gsa, strength=True)
 CASES = {
     "gla": (chunk_gla, draw_gla),
+    "gla-head": (chunk_gla, partial(draw_gla, gate="head")),
     "gla-recurrent": (recurrent_gla, draw_gla),
     "gsa": (chunk_gsa, draw_gsa),
     "gsa-recurrent": (recurrent_gsa, draw_gsa),
@@ -186,3 +191,40 @@ def test_the_chunk_form_compiles_without_a_graph_break(op, draw, packed):
     compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
     for ours, ref in zip(call(compiled, **inputs), call(op, **inputs), strict=True):
         assert_close("result", ours, ref, rtol=1e-12)
+
+
+def draw_on_device(draw, *sizes, dtype=torch.float32):
+    return {name: x.to(DEVICE) for name, x in draw(*sizes, K=16, V=24, dtype=dtype).items()}
+
+
+@of_cases("gla", "gla-head", "gsa")
+def test_a_gate_of_a_kernel_that_is_not_a_number_shows(op, draw):
+    inputs = draw_on_device(draw, 1, 80, 2, 2)
+    inputs["g"][0, 3, 0, 0] = float("nan")
+    out, state, *_ = call(op, **inputs, impl="triton")
+    assert out[0, 3:, 0].isnan().all()
+    assert state[0, 0].isnan().any()
+    assert out[0, :, 1].isfinite().all(), "heads are apart"
+
+
+@of_cases("gla", "gsa")
+def test_kernels_read_single_tokens_of_turned_batches_where_they_are(op, draw):
+    inputs = tokens(draw_on_device(draw, 1, 3, 2, 2))
+    turned = {name: x.transpose(0, 1) for name, x in inputs.items()}  # (3, 1, H, ·)
+    ours, ref = (call(op, **turned, impl=impl) for impl in ("triton", "reference"))
+    for x, y in zip(ours, ref, strict=True):
+        assert_close("result", x, y, rtol=1e-5)
+
+
+@of_cases("gla", "gsa")
+def test_gradients_of_kernels_come_through_one_result_alone_and_without_a_state(op, draw):
+    inputs = draw_on_device(draw, 1, 40)
+    kernels, reference = (partial(call, op, impl=impl) for impl in ("triton", "reference"))
+    shapes = [x.shape for x in kernels(**inputs)]
+    for through, shape in enumerate(shapes):
+        pull = [None] * len(shapes)
+        pull[through] = torch.randn(shape).to(DEVICE)
+        for x in (inputs, tokens(inputs)) if through == 1 else (tokens(inputs),):
+            truth, found = (grads(fn, x, tuple(pull))[1] for fn in (reference, kernels))
+            for name, expected in truth.items():
+                assert_close(f"d{name}", found[name], expected, rtol=1e-5, atol=1e-6)
