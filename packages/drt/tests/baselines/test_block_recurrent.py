@@ -95,7 +95,7 @@ def test_the_layer_is_its_definition(name):
 
 
 # Its first states are weights, so what FSDP shards is in its state too.
-@pytest.mark.parametrize("law", [law for law in LAWS if law != "plain state"])
+@pytest.mark.parametrize("law", LAWS)
 def test_every_law_is_kept(mixer, law):
     LAWS[law](mixer)
 

@@ -113,15 +113,15 @@ class AbstractSequenceModule(nn.Module, ABC):
     def reserve(self, state: Any, num_tokens: int) -> Any:
         """Return the state with room for `num_tokens` more tokens of every row.
 
-        Its buffers are new, so `step` may overwrite them, and have the dtypes of `init_state`. The
-        call may wait for the GPU, to read lengths.
+        Its buffers are new, so `step` may overwrite them. The call may wait for the GPU, to read
+        lengths.
 
         Raises:
             TypeError: if the state is of another kind of module, or `num_tokens` is no int.
             ValueError: if the state breaks the contract, or `num_tokens` is negative.
         """
         self.check_reserve(state, num_tokens)
-        own = self.init_state(1)
+        own = self.init_state(1)  # `step` needs its dtypes; the state may be of other weights
         return tree_map(lambda old, new: old.to(new.dtype, copy=True), state, own)
 
     def fork(self, state: Any) -> Any:
