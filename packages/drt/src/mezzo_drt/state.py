@@ -44,6 +44,7 @@ class DRTState(NamedTuple):
     wait: Tensor
     fetched: Fetched
 
+    # No property: torch 2.8 does not trace one of a named tuple.
     def num_places(self) -> Tensor:
         """Return (B,), the places of each row so far."""
         return cast(Tensor, self.caches[-1].lengths)

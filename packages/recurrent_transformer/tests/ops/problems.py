@@ -47,6 +47,6 @@ def layers(impl="eager", *, seen=None, **options):
         if (real := options.get("lengths")) is not None:
             z = z.masked_fill((torch.arange(z.shape[1]) >= real[:, None])[..., None], 0)
         unused = torch.arange(after.k.shape[2]) >= after.lengths[:, None]
-        return z, *(t.masked_fill(unused[..., None, None], 0) for t in after[:2])
+        return z, *(t.masked_fill(unused[..., None, None], 0) for t in (after.k, after.v))
 
     return call

@@ -93,10 +93,7 @@ def is_read(x: Tensor) -> bool:
 
     Fake tensors have none, and those under torch.vmap cannot be read.
     """
-    # Compiling is asked first: torch 2.8 cannot trace the next line.
-    if torch.compiler.is_compiling():
-        return False
-    if x.device.type != "cpu" or type(x) is not Tensor:
+    if x.device.type != "cpu" or torch.compiler.is_compiling() or type(x) is not Tensor:
         return False
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(x):  # a gradient's, around one of vmap perhaps
