@@ -14,7 +14,12 @@ Made = TypeVar("Made")
 def by_size(
     sizes: Mapping[str, tuple[Any, Iterable[str]]], make: Callable[[str, str], Made]
 ) -> dict[str, Made]:
-    """Return `make(size, architecture)` by recipes' names; sizes end with their architectures."""
+    """Return `make(size, architecture)` by the recipe's name, for all architectures of all sizes.
+
+    Args:
+        sizes: what makes each size, and its architectures.
+        make: returns what there is of each recipe.
+    """
     return {
         f"{size}_{architecture}": make(size, architecture)
         for size, (_, architectures) in sizes.items()
