@@ -30,6 +30,7 @@ from mezzo_gsa.reproduction.mqar import SOLVED
 from mezzo_gsa.reproduction.speed import KEPT
 
 XFMR, RETNET, GLA, HGRN2, GSA = PAPER_NAMES.values()
+SUPRA = "SUPRA"
 GATES = tuple(ABLATION[name] for name in ("gsa", "gsa_constant_decay", "abc"))
 """The rows of Table 2 in the order of section 4.1.3: gates that see the token, constant, none."""
 ABC_CODE = "w/o decay, as in the authors' program"
@@ -115,6 +116,7 @@ ANSWERS = {
     "gsa.claim.recompute": [result(TRAINING, _RECOMPUTED)],
     "gsa.claim.inference": [result(f"{H200}/speed_generation", best(GSA, GLA, RETNET))],
     "gsa.claim.t2r_order": [at_best_rate(T2R_RATES, best(GSA, GLA, RETNET))],
+    "gsa.claim.t2r_supra": [at_best_rate(T2R_RATES, best(GSA, SUPRA))],
     **shown("recipes", "gate_params"),
     "gsa.claim.damping": [in_recipes(RECIPES)],
     "gsa.setup.lm": [in_recipes(RECIPES, LM_ROUNDED, parameters=parameters)],
