@@ -22,7 +22,7 @@ from mezzo_gsa.reproduction.fla import Shapes
 
 KEPT = "GSA w/o recomp."
 """GSA with its states kept for the backward pass."""
-GENERATING = {PAPER_NAMES[name]: name for name in ("attention", "retnet", "gla", "gsa")}
+GENERATING = {paper_name: name for name, paper_name in PAPER_NAMES.items()}
 TRAINING = {**GENERATING, KEPT: "gsa"}
 SLOTS = {"32 slots": "gsa_m32", "64 slots": "gsa", "128 slots": "gsa_m128"}
 """The recipe of each model."""
