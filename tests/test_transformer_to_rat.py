@@ -18,7 +18,13 @@ def transformer(**attention):
 
 
 @pytest.mark.parametrize(
-    "attention", [{}, {"num_kv_heads": 2, "rope_base": 300.0}, {"rope_base": None}]
+    "attention",
+    [
+        {},
+        {"num_kv_heads": 2, "rope_base": 300.0},
+        {"rope_base": None},
+        {"num_heads": 6, "num_kv_heads": 3},
+    ],
 )
 @pytest.mark.parametrize("gate_rank", [None, 3])
 @torch.no_grad()
@@ -28,6 +34,7 @@ def test_with_chunks_of_a_token_and_closed_gates_it_is_the_transformer(attention
     def make(attention, num_heads):
         base = attention.rope_base
         rope = {"rope": None} if base is None else {"rope_base": base}
+        rope |= {"num_heads": attention.num_heads}
         return RATConfig(1, D, num_groups=None, gate_rank=gate_rank, **rope)
 
     new_config, weights = convert(config, model.state_dict(), make)

@@ -50,7 +50,8 @@ def appended():
     return {
         "q": draw(B, 2 * H, D), "k": draw(B, H, D), "v": draw(B, H, D),
         "k_cache": draw(B, T, H, D), "v_cache": draw(B, T, H, D),
-        "lengths": torch.tensor([3, 1]), "rope_base": 10_000.0, "impl": "auto",
+        "lengths": torch.tensor([3, 1]), "rope_base": 10_000.0, "rope_scaling": None,
+        "impl": "auto",
     }  # fmt: skip
 
 
@@ -101,7 +102,7 @@ CALLS = [
         lambda: cache(alibi_slopes=alibi_slopes(2 * H)),
         frozenset({"alibi_slopes"}),
     ),
-    Call(append_token_, appended, frozenset({"rope_base"})),
+    Call(append_token_, appended, frozenset({"rope_base", "rope_scaling"})),
     Call(
         decode_linear,
         lambda: {"x": draw(B, D), "weight": draw(3, D), "bias": draw(3), "norm_weight": draw(D)}
@@ -123,7 +124,8 @@ CALLS = [
     ),
     Call(
         rope_angles,
-        lambda: {"positions": torch.arange(T)[None], "dim": 4, "base": 10_000.0},
+        lambda: {"positions": torch.arange(T)[None], "dim": 4, "base": 10_000.0, "scaling": None},
+        frozenset({"scaling"}),
         of_any_rank=frozenset({"positions"}),
     ),
     Call(

@@ -1,9 +1,12 @@
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mezzo_core.positions import (
     RADIANS,
+    RopeScaling,
     alibi_slopes,
     apply_rope,
     rope_angles,
@@ -69,6 +72,31 @@ def test_angles_are_as_exact_as_their_dtype():
         torch.testing.assert_close(found.double(), right, rtol=0, atol=5e-7)
     angles = (positions[:, None] * rope_steps(dim, base)).float() * RADIANS  # as kernels have them
     assert torch.equal(narrow[0], angles.cos())
+
+
+def test_scaling_slows_the_pairs_that_turn_seldom_in_the_original_context():
+    # Pair i has a wave of 2 pi 10^i tokens, so it turns 159, 15.9, 1.59 and 0.159 times in 1000.
+    scaling, before = RopeScaling(8.0, 1.0, 4.0, 1000), rope_steps(8).double()
+    kept = (1000 / (20 * math.pi * 10) - 1) / (4 - 1)
+    slower = torch.tensor([1, 1, kept + (1 - kept) / 8, 1 / 8], dtype=torch.float64)
+    torch.testing.assert_close(rope_steps(8, 1e4, scaling).double(), before * slower)
+    linear = rope_angles(torch.tensor([40]), 8, 1e4, RopeScaling(4.0))
+    assert torch.equal(torch.stack(linear), torch.stack(rope_angles(torch.tensor([10]), 8)))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "error", "message"),
+    [
+        ((0.5,), ValueError, "factor must be 1 or more, got 0.5"),
+        ((2.0, 4.0, 4.0), ValueError, "high_freq_factor must be above low_freq_factor = 4.0"),
+        ((2.0, 1.0, 4.0, -1), ValueError, "original_context must be 0 or more, got -1"),
+        (("2",), TypeError, "factor must be a number, got str"),
+        ((math.nan,), ValueError, "factor must be finite, got nan"),
+    ],
+)
+def test_a_scaling_that_is_none_is_refused(numbers, error, message):
+    with pytest.raises(error, match=message):
+        RopeScaling(*numbers)
 
 
 def test_angles_of_far_positions_stay_apart():
@@ -148,6 +176,8 @@ def test_bad_arguments_are_named():
         rope_angles(torch.arange(3), 5)
     with pytest.raises(ValueError, match="base must be positive"):
         rope_angles(torch.arange(3), 4, base=0.0)
+    with pytest.raises(TypeError, match="scaling must be a RopeScaling, got float"):
+        rope_angles(torch.arange(3), 4, 1e4, 8.0)
     with pytest.raises(ValueError, match=r"dtype must be torch\.float32 or torch\.float64"):
         rope_angles(torch.arange(3), 4, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="cos and sin must end in"):
@@ -162,5 +192,5 @@ def test_bad_arguments_are_named():
 
 def test_rope_angles_pass_opcheck():
     positions = torch.arange(6).view(2, 3)
-    for dtype in ((), (torch.float64,)):
-        torch.library.opcheck(torch.ops.mezzo.rope_angles.default, (positions, 8, 10_000.0, *dtype))
+    for more in ((), (torch.float64,), (torch.float32, [8.0, 1.0, 4.0, 100.0])):
+        torch.library.opcheck(torch.ops.mezzo.rope_angles.default, (positions, 8, 10_000.0, *more))

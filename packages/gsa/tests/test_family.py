@@ -4,6 +4,7 @@ import pytest
 import torch
 from mezzo_core.data.embedded import embedded_documents
 from mezzo_core.nn import LMConfig, generate, init_weights
+from mezzo_core.positions import RopeScaling
 from mezzo_core.testing import assert_close
 from mezzo_core.testing.laws import LAWS, check_step
 from mezzo_core.testing.poison import poison_memory as poison_memory
@@ -38,6 +39,7 @@ RETNET = {
         norm="group",
     ),
     "retnet, narrow keys": RetNetConfig(1, expand_k=0.25, rope_base=100.0),
+    "retnet, scaled": RetNetConfig(2, rope_scaling=RopeScaling(8.0, original_context=20)),
 }
 CONFIGS = {  # on a CPU, C channels wide
     "gsa": GSAConfig(2, num_slots=4),
@@ -48,6 +50,7 @@ CONFIGS = {  # on a CPU, C channels wide
         2, num_slots=3, between="relu", feature_map="none", output_norm=False, damping=1.0
     ),
     "gsa, states kept": GSAConfig(1, num_slots=6, between="swish", keep_states=True),
+    "gsa, wide": GSAConfig(4, num_kv_heads=2, num_slots=5, head_dim=6),
     "gsa, scaled": GSAConfig(4, num_slots=4, damping=16.0, scale=None),
     "abc": ABCConfig(2, num_slots=5),
     "abc, code": ABCConfig(4, num_slots=3, reading="code"),

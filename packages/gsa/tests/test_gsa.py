@@ -25,6 +25,7 @@ def build(config):
         GSAConfig(2, num_slots=4),
         GSAConfig(4, num_kv_heads=2, num_slots=5),
         GSAConfig(2, num_slots=4, gate="constant"),
+        GSAConfig(3, num_slots=4, head_dim=4),
         GSAConfig(2, num_slots=4, gate_spans=(2.0, 64.0)),
         GSAConfig(
             2, num_slots=3, between="relu", feature_map="none", output_norm=False, damping=1.0
@@ -95,6 +96,9 @@ def test_flops_are_those_of_the_projections_and_the_state():
     mixer = GSAConfig(4, num_kv_heads=2, num_slots=5).build(C)
     projections = 2 * C * (C + C + 2 * 8 + 2 * 5)  # q, o; k, v; gates
     assert mixer.flops_per_token(3) == projections + 3 * (2 * 5 * 8) + 4 * 5 * C
+    wide = GSAConfig(4, num_kv_heads=2, num_slots=5, head_dim=6).build(C)
+    projections = 2 * C * (24 + 24 + 2 * 12 + 2 * 5)
+    assert wide.flops_per_token(3) == projections + 3 * (2 * 5 * 12) + 4 * 5 * 24
 
 
 def spans(mixer, x):
@@ -134,6 +138,7 @@ def test_gates_that_look_at_the_token_may_start_spread_too():
         (GSAConfig(3), "num_heads must divide d_model = 16, got 3"),
         (GSAConfig(0), "num_heads must be 1 or more, got 0"),
         (GSAConfig(4, num_kv_heads=3), "num_kv_heads must divide the 4 heads, got 3"),
+        (GSAConfig(head_dim=0), "head_dim must be 1 or more, got 0"),
         (GSAConfig(num_slots=0), "num_slots must be 1 or more, got 0"),
         (GSAConfig(damping=0.0), "damping must be positive and finite, got 0.0"),
         (GSAConfig(scale=float("inf")), "scale must be finite, got inf"),

@@ -17,6 +17,7 @@ CONFIGS = [
     RATConfig(4, head_dim=8, num_groups=1, rope="token"),
     RATConfig(3, head_dim=4, num_groups=None, gate_rank=4),
     RATConfig(5, head_dim=4, rope=None),
+    RATConfig(4, head_dim=8, gate_rank=4, num_heads=6),
     RATConfig(100, head_dim=4, num_groups=None, gate_rank=3, rope=None),
     LinearRNNConfig(span=8),
     RATReversedConfig(3, head_dim=4, gate_rank=3, span=4),

@@ -145,15 +145,19 @@ def test_mean_logits_are_half_the_chunks_as_the_paper_counts():
     assert mean_logits(4096, 4096) == 1  # RNN
 
 
+@pytest.mark.parametrize("num_heads", [None, 6])
 @pytest.mark.parametrize(("chunk_size", "num_tokens"), [(64, 64), (8, 64)])
-def test_flops_are_those_that_torch_counts_and_the_elementwise_ones(chunk_size, num_tokens):
-    mixer = RATConfig(chunk_size, head_dim=8).build(C)
+def test_flops_are_those_that_torch_counts_and_the_elementwise_ones(
+    chunk_size, num_tokens, num_heads
+):
+    mixer = RATConfig(chunk_size, head_dim=8, num_heads=num_heads).build(C)
+    width = 8 * num_heads if num_heads else C
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         mixer(torch.randn(1, num_tokens, C))
     chunks = num_tokens // chunk_size
     # torch counts the matrix products: all N ends for every token, and not the token's own logit.
-    ours = mixer.flops_per_token(num_tokens) - 6 * C - C
-    ours += 4 * C * (chunks - mean_logits(num_tokens, chunk_size))
+    ours = mixer.flops_per_token(num_tokens) - 6 * width - width
+    ours += 4 * width * (chunks - mean_logits(num_tokens, chunk_size))
     assert counter.get_total_flops() / num_tokens == pytest.approx(ours)
 
 

@@ -5,6 +5,8 @@ to be extended or saved, or that would lose precision when a model is cast to bf
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from typing import Any, Literal, get_args
 
 import torch
@@ -17,8 +19,46 @@ RADIANS = 2 * math.pi / 2**64
 """The unit of `rope_steps` in radians."""
 
 
+@dataclass(frozen=True)
+class RopeScaling:
+    """RoPE for contexts longer than a model was first trained for, as in Llama 3.1.
+
+    A pair that turns n times in the original context turns `factor` times more slowly if n is at
+    most `low_freq_factor`, as before if n is at least `high_freq_factor`, and in between its speed
+    is linear in n. An original context of 0 slows all pairs: linear scaling (arXiv:2306.15595).
+
+    Attributes:
+        factor: 1 or more.
+        low_freq_factor: in turns, 0 or more.
+        high_freq_factor: in turns, above `low_freq_factor`.
+        original_context: in tokens, 0 or more.
+
+    Raises:
+        TypeError: if one is not a number.
+        ValueError: if one is not as above.
+    """
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            check_number("RopeScaling", name, value)
+            if value < (least := float(name == "factor")):
+                raise ValueError(f"RopeScaling: {name} must be {least:g} or more, got {value}")
+        if self.high_freq_factor <= (low := self.low_freq_factor):
+            raise ValueError(f"RopeScaling: high_freq_factor must be above low_freq_factor = {low}")
+
+
 def rope_angles(
-    positions: Tensor, dim: int, base: float = 10_000.0, *, dtype: torch.dtype = torch.float32
+    positions: Tensor,
+    dim: int,
+    base: float = 10_000.0,
+    scaling: RopeScaling | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """Return the cosines and sines that rotate a head of width `dim` at each position.
 
@@ -29,6 +69,7 @@ def rope_angles(
         positions: (..., T) integers, counting tokens, chunks, or any other unit.
         dim: head width D, even.
         base: base of the wave lengths; larger for longer contexts.
+        scaling: makes some pairs turn more slowly.
         dtype: dtype of the computation, float32, or float64 for heads in float64.
 
     Returns:
@@ -42,15 +83,18 @@ def rope_angles(
     _check_integers("rope_angles", "positions", positions)
     _check_pairs("rope_angles", dim, base)
     _check_dtype("rope_angles", dtype)
+    numbers = scaling_numbers("rope_angles", scaling)
     if torch.onnx.is_in_onnx_export():  # which knows no registered op
-        return _angles(positions, dim, base, dtype)
-    return _rope_angles(positions, dim, base, dtype)
+        return _angles(positions, dim, base, dtype, numbers)
+    return _rope_angles(positions, dim, base, dtype, numbers)
 
 
 def _angles(
-    positions: Tensor, dim: int, base: float, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
-    steps = rope_steps(dim, base, device=positions.device)
+    positions: Tensor, dim: int, base: float, dtype: torch.dtype = torch.float32,
+    scaling: Sequence[float] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    told = None if scaling is None else RopeScaling(*scaling)
+    steps = rope_steps(dim, base, told, device=positions.device)
     angles = (positions.to(torch.int64)[..., None] * steps).to(dtype) * RADIANS
     return angles.cos(), angles.sin()
 
@@ -63,14 +107,18 @@ _rope_angles = torch.library.custom_op("mezzo::rope_angles", _angles, mutates_ar
 
 @_rope_angles.register_fake
 def _(
-    positions: Tensor, dim: int, base: float, dtype: torch.dtype = torch.float32
+    positions: Tensor, dim: int, base: float, dtype: torch.dtype = torch.float32, *_: Any
 ) -> tuple[Tensor, Tensor]:
     cos = positions.new_empty((*positions.shape, dim // 2), dtype=dtype)
     return cos, torch.empty_like(cos)
 
 
 def rope_steps(
-    dim: int, base: float = 10_000.0, *, device: torch.device | str | None = None
+    dim: int,
+    base: float = 10_000.0,
+    scaling: RopeScaling | None = None,
+    *,
+    device: torch.device | str | None = None,
 ) -> Tensor:
     """Return how far each pair of a head of width `dim` turns from one position to the next.
 
@@ -87,7 +135,18 @@ def rope_steps(
     _check_pairs("rope_steps", dim, base)
     pair = torch.arange(0, -dim, -2, device=device, dtype=torch.float64)
     turns = base ** (pair / dim) / (2 * math.pi)
+    if numbers := scaling_numbers("rope_steps", scaling):
+        factor, low, high, context = numbers
+        kept = ((context * turns - low) / (high - low)).clamp(0, 1)
+        turns = turns * (kept + (1 - kept) / factor)
     return ((turns - turns.round()) * 2.0**64).to(torch.int64)
+
+
+def scaling_numbers(op: str, scaling: Any) -> tuple[float, ...] | None:
+    """Return the fields as registered ops take them; a TypeError if it is no `RopeScaling`."""
+    if scaling is None or isinstance(scaling, RopeScaling):
+        return None if scaling is None else astuple(scaling)
+    raise TypeError(f"{op}: rope_scaling must be a RopeScaling, got {type(scaling).__name__}")
 
 
 def _check_pairs(op: str, dim: int, base: float) -> None:

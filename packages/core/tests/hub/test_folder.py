@@ -261,13 +261,24 @@ def test_an_export_to_a_full_disk_can_be_tried_again(run, tmp_path, monkeypatch)
 KINDS = [LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM]
 
 
+SCALINGS = {
+    "llama3": {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    | {"factor": 8.0, "original_max_position_embeddings": 32},
+    "linear": {"factor": 3.0},
+}
+
+
+@pytest.mark.parametrize("scaling", [None, "llama3", "linear"])
 @pytest.mark.parametrize(("kind", "tied"), [*zip(KINDS, (True, False, True, False), strict=True)])
-def test_a_llama_is_read_with_its_tokenizer_and_has_its_logits(tmp_path, kind, tied):
+def test_a_llama_is_read_with_its_tokenizer_and_has_its_logits(tmp_path, kind, tied, scaling):
     torch.manual_seed(0)
     sizes = {"vocab_size": 261, "hidden_size": 32, "intermediate_size": 48}
     heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-    heads["head_dim"] = 8
-    theirs = kind(kind.config_class(**sizes, **heads, tie_word_embeddings=tied)).eval()
+    # Each scaling comes with a width of all heads besides the model's, and each with most kinds.
+    heads["head_dim"] = {None: 8, "llama3": 16, "linear": 6}[scaling]
+    rope = {"rope_type": scaling or "default", "rope_theta": 500.0, **SCALINGS.get(scaling, {})}
+    more = {"rope_parameters": rope, "tie_word_embeddings": tied}
+    theirs = kind(kind.config_class(**sizes, **heads, **more)).eval()
     with torch.no_grad():  # norms and biases are ones and zeros at the start
         for weight in theirs.parameters():
             weight.add_(torch.randn_like(weight) * 0.2)
@@ -275,11 +286,14 @@ def test_a_llama_is_read_with_its_tokenizer_and_has_its_logits(tmp_path, kind, t
     theirs.save_pretrained(name)
     import_model(name, tmp_path / "run")
     model, config, extra = load_model(tmp_path / "run/model")
-    tokens = torch.randint(261, (2, 12))
+    tokens = torch.randint(261, (2, 70))
     torch.testing.assert_close(model(tokens).logits, theirs(tokens).logits, rtol=1e-4, atol=1e-4)
     assert generate(model, tokens.tolist(), max_new_tokens=5) == [
-        row[12:] for row in theirs.generate(tokens, max_new_tokens=5, do_sample=False).tolist()
+        row[70:] for row in theirs.generate(tokens, max_new_tokens=5, do_sample=False).tolist()
     ]
+    export_model(tmp_path / "run", tmp_path / "out")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(again(tokens).logits, model(tokens).logits)
     assert config.tie_embeddings == tied
     assert extra["data"]["add_bos"]
     assert extra["tokenizer"] == name

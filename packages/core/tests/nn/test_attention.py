@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.ops.attention import attention
-from mezzo_core.positions import apply_rope
+from mezzo_core.positions import RopeScaling, apply_rope
 from mezzo_core.testing import assert_close
 from mezzo_core.testing.laws import (
     LAWS,
@@ -35,6 +35,10 @@ CONFIGS = {
         head_dim=8, num_kv_heads=2, qk_norm="rms", norm_by_head=True, qkv_bias=True
     ),
     "layer norms": AttentionConfig(head_dim=8, window_size=5, qk_norm="layer"),
+    "wide": AttentionConfig(head_dim=8, num_heads=6, num_kv_heads=2, qk_norm="rms"),
+    "narrow and scaled": AttentionConfig(
+        head_dim=8, num_heads=3, rope_scaling=RopeScaling(8.0, original_context=40)
+    ),
 }
 configs = pytest.mark.parametrize("name", CONFIGS)
 some = settings(max_examples=15, deadline=None)
@@ -254,7 +258,8 @@ def test_flops_count_weights_and_visible_keys():
         W = config.window_size or T
         keys = sum(min(t + 1, W) for t in range(T)) / T
         weights = sum(w.weight.numel() for w in (mixer.wq, mixer.wk, mixer.wv, mixer.wo))
-        assert mixer.flops_per_token(T) == pytest.approx(2 * weights + 4 * C * keys), name
+        width = 8 * (config.num_heads or 4)
+        assert mixer.flops_per_token(T) == pytest.approx(2 * weights + 4 * width * keys), name
 
 
 @pytest.mark.parametrize("name", ["rope", "window", "alibi"])
@@ -270,7 +275,10 @@ def test_training_compiles_into_one_graph(name):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head_dim": 5}, "head_dim must divide d_model, got 5 and 32"),
+        ({"head_dim": 5}, "head_dim must divide d_model, got 5 and 32: or set num_heads"),
+        ({"num_heads": 0}, "num_heads must be 1 or more, got 0"),
+        ({"num_heads": 6, "num_kv_heads": 4}, "num_kv_heads must divide the 6 query heads, got 4"),
+        ({"rope_base": None, "rope_scaling": RopeScaling(2.0)}, "rope_scaling needs a rope_base"),
         ({"num_kv_heads": 3}, "num_kv_heads must divide the 4 query heads, got 3"),
         ({"window_size": 0}, "window_size must be 1 or more, got 0"),
         ({"head_dim": 0}, "head_dim must be 1 or more, got 0"),

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mezzo_core.ops.decode_attention import append_token_
+from mezzo_core.positions import RopeScaling
 from mezzo_core.testing import assert_close
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,17 +38,19 @@ def cast(inputs, dtype, names=("q", "k", "v", "k_cache", "v_cache")):
     return {**inputs, **{name: inputs[name].to(dtype) for name in names}}
 
 
-def append(inputs, impl, rope_base=BASE):
+def append(inputs, impl, rope_base=BASE, rope_scaling=None):
     """Append to copies of the cache; return the queries and the copies, by name."""
     cache = {name: inputs[name].clone() for name in CACHE}
-    q = append_token_(**{**inputs, **cache}, rope_base=rope_base, impl=impl)
+    q = append_token_(
+        **{**inputs, **cache}, rope_base=rope_base, rope_scaling=rope_scaling, impl=impl
+    )
     return {"q": q, **cache}
 
 
-def turned(x, n):
+def turned(x, n, slower=1):
     """Rotate the heads of one token, (H, D), to place n by products of complex numbers."""
     half = x.shape[-1] // 2
-    angle = n * BASE ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)
+    angle = n / slower * BASE ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)
     pairs = torch.complex(x[:, :half].double(), x[:, half:].double())
     pairs = pairs * torch.polar(torch.ones_like(angle), angle)
     return torch.cat([pairs.real, pairs.imag], -1)
@@ -137,6 +140,16 @@ def test_results_are_rounded_once_to_the_dtype_of_the_cache(impl, dtypes):
 
 
 @impls
+def test_scaling_slows_the_rotation(impl):
+    inputs = problem([5, 8], S=16)
+    found = append(inputs, impl, rope_scaling=RopeScaling(4.0))
+    for row, n in enumerate((5, 8)):
+        assert_close("q", found["q"][row], turned(inputs["q"][row], n, slower=4), rtol=1e-6)
+        written = found["k_cache"][row, n]
+        assert_close("k", written, turned(inputs["k"][row], n, slower=4), rtol=1e-6)
+
+
+@impls
 def test_without_rope_the_token_is_stored_as_it_is(impl):
     inputs = problem([5, 8], S=8)
     found = append(inputs, impl, rope_base=None)
@@ -183,9 +196,9 @@ def test_no_rows_are_legal(impl):
 
 
 @impls
-@pytest.mark.parametrize("rope_base", [BASE, None])
-def test_opcheck(impl, rope_base):
-    arguments = (*problem([3, 9], S=8).values(), rope_base, impl)
+@pytest.mark.parametrize("rope", [(BASE, None), (None, None), (BASE, [8.0, 1.0, 4.0, 99.0])])
+def test_opcheck(impl, rope):
+    arguments = (*problem([3, 9], S=8).values(), *rope, impl)
     torch.library.opcheck(torch.ops.mezzo.append_token_.default, arguments)
 
 

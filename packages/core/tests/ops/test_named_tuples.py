@@ -42,13 +42,14 @@ class Form(NamedTuple):
     name: str
     way: Literal["there", "back"] | None
     dtype: torch.dtype | None = None
+    numbers: tuple[float, ...] | None = None
 
 
 def test_fields_become_a_part_of_a_schema_that_torch_reads():
     declared = schema_of(Pair, Form)
     assert declared == (
         "Tensor first, Tensor? second, SymInt size, float scale, bool is_new, str name, "
-        "str? way, ScalarType? dtype"
+        "str? way, ScalarType? dtype, float[]? numbers"
     )
     torch._C.parse_schema(f"mezzo::op({declared}) -> Tensor")
 

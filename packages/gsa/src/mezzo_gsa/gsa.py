@@ -77,6 +77,8 @@ class GSAConfig:
     norm_eps: float = 1e-5
     keep_states: bool = False
     """Save the memories at the chunks' borders for the backward: faster, but needs more memory."""
+    head_dim: int | None = None
+    """D; None: d_model / num_heads, so that the heads fill the width."""
 
     def build(self, d_model: int) -> "GSA":
         """Build the mixer.
@@ -91,9 +93,9 @@ class GSAConfig:
 class GSA(AbstractMixer):
     """The GSA mixer: y = RMSNorm(swish(o)) Wo, o from swish(x Wq), swish(x Wk), swish(x Wv), x Wα.
 
-    The rows of `in_proj.weight`, with D = C / num_heads and H heads of keys and values, are C rows
+    The rows of `in_proj.weight`, with HQ heads of queries and H of keys and values, are HQ·D rows
     of Wq, H·D of Wk, H·D of Wv and, if gates depend on the token, H·M of Wα. Each is ordered by
-    head, then by channel or slot. `out_proj` is Wo, and `norm` has a weight for each of the C
+    head, then by channel or slot. `out_proj` is Wo, and `norm` has a weight for each of the HQ·D
     channels. Only `in_proj` can have a bias, with `gate_spans`.
 
     Constant gates have `gate_logits` (H·M) instead of Wα. These always start with different
@@ -108,19 +110,19 @@ class GSA(AbstractMixer):
         _check(config)
         HQ, M = config.num_heads, config.num_slots
         H = HQ if config.num_kv_heads is None else config.num_kv_heads
-        D = head_width(d_model, HQ)
+        D = head_width(d_model, HQ) if config.head_dim is None else config.head_dim
         if HQ % H:
             raise ValueError(f"num_kv_heads must divide the {HQ} heads, got {H}")
-        self.config, self.d_model, self.num_kv_heads = config, d_model, H
+        self.config, self.d_model, self.num_kv_heads, self.head_dim = config, d_model, H, D
         self.scale = D**-0.5 if config.scale is None else float(config.scale)
         by_token = config.gate == "token"
-        self.widths = (d_model, H * D, H * D, H * M if by_token else 0)
+        self.widths = (HQ * D, H * D, H * D, H * M if by_token else 0)
         bias = by_token and config.gate_spans is not None
         self.in_proj = Linear(d_model, sum(self.widths), bias=bias)
         # One-dimensional, so without weight decay, which would pull constant gates to 0.5^(1/τ).
         self.gate_logits = None if by_token else nn.Parameter(torch.empty(H * M))
-        self.norm = nn.RMSNorm(d_model, eps=config.norm_eps) if config.output_norm else None
-        self.out_proj = Linear(d_model, d_model, bias=False)
+        self.norm = nn.RMSNorm(HQ * D, eps=config.norm_eps) if config.output_norm else None
+        self.out_proj = Linear(HQ * D, d_model, bias=False)
         self.init_own_weights()
 
     @torch.no_grad()
@@ -244,17 +246,16 @@ class GSA(AbstractMixer):
     def _split(self, qkvg: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return q (B, T, HQ, D), k, v (B, T, H, D) and g (B, T, H, M), the log of the gates."""
         *qkv, logits = qkvg.split(self.widths, dim=-1)
-        D = self.d_model // self.config.num_heads
         if self.config.feature_map == "swish":
             qkv = [F.silu(part) for part in qkv]
-        q, k, v = (part.unflatten(-1, (-1, D)) for part in qkv)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in qkv)
         if self.gate_logits is not None:
             logits = self.gate_logits.expand(*qkvg.shape[:2], -1)
         g = log_gate(logits, self.config.damping)
         return q, k, v, g.unflatten(-1, (self.num_kv_heads, -1))
 
     def _normed(self, out: Tensor) -> Tensor:
-        """Return the input of Wo, (B, T, C), from the heads' outputs (B, T, HQ, D)."""
+        """Return the input of Wo, (B, T, HQ·D), from the heads' outputs (B, T, HQ, D)."""
         out, norm = out.flatten(2), self.norm
         if norm is None or is_plain_norm(norm, self.config.norm_eps):
             weight = None if norm is None else norm.weight
@@ -264,8 +265,7 @@ class GSA(AbstractMixer):
     def init_state(self, batch: int) -> GSAState:
         """Return the state before the first token: empty memories."""
         weight = self.out_proj.weight
-        D = self.d_model // self.config.num_heads
-        shape = (batch, self.num_kv_heads, self.config.num_slots, D)
+        shape = (batch, self.num_kv_heads, self.config.num_slots, self.head_dim)
         dtype = accumulation_dtype(weight.dtype)
         fields = GSAState._fields
         return GSAState(*(torch.zeros(shape, dtype=dtype, device=weight.device) for _ in fields))
@@ -276,14 +276,14 @@ class GSA(AbstractMixer):
         return values * accumulation_dtype(self.out_proj.weight.dtype).itemsize
 
     def flops_per_token(self, num_tokens: int) -> float:
-        """Return the forward FLOPs a token: projections, 3 for each number of the state, 4 M C.
+        """Return the forward FLOPs a token: projections, 3 for each number of the state, 4 M HQ D.
 
-        Each number of the state is updated by α h + s x. Queries read K~ and V~ with 2 M C each.
+        Each number of the state is updated by α h + s x. Queries read K~ and V~ with 2 M HQ D each.
         Activations, gates, softmax, norm and the extra work of the form by chunks are not counted.
         """
-        M, C = self.config.num_slots, self.d_model
+        M, (q_width, kv_width, *_) = self.config.num_slots, self.widths
         weights = self.in_proj.weight.numel() + self.out_proj.weight.numel()
-        return 2 * weights + 3 * 2 * M * self.widths[1] + 4 * M * C
+        return 2 * weights + 3 * 2 * M * kv_width + 4 * M * q_width
 
 
 def head_width(d_model: int, num_heads: int) -> int:
@@ -300,8 +300,8 @@ def head_width(d_model: int, num_heads: int) -> int:
 
 
 def _check(config: GSAConfig) -> None:
-    for name in ("num_heads", "num_slots", "num_kv_heads"):
-        if name != "num_kv_heads" or config.num_kv_heads is not None:
+    for name in ("num_heads", "num_slots", "num_kv_heads", "head_dim"):
+        if name in ("num_heads", "num_slots") or getattr(config, name) is not None:
             check_size("GSAConfig", name, getattr(config, name))
     for name in ("damping", "norm_eps"):
         check_number("GSAConfig", name, getattr(config, name), positive=True)

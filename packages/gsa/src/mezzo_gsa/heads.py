@@ -62,7 +62,7 @@ def plan_heads(
     widths = []
     for name, expand in (("expand_k", expand_k), ("expand_v", expand_v)):
         check_number(config, name, expand, positive=True)
-        width = d_model * expand / num_heads
+        width = round(d_model * expand / num_heads, 9)  # `expand` may be a ratio that is rounded
         if not 1 <= width < 2**63 or width != int(width):
             raise ValueError(
                 f"{config}: {name} must give each head, of num_heads = {num_heads}, a whole number "

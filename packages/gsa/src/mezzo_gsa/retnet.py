@@ -12,7 +12,13 @@ from mezzo_core.nn.norm import RMSNorm, is_plain_norm
 from mezzo_core.ops.checks import check_number
 from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
-from mezzo_core.positions import apply_rope, rope_angles, sequence_positions
+from mezzo_core.positions import (
+    RopeScaling,
+    apply_rope,
+    rope_angles,
+    scaling_numbers,
+    sequence_positions,
+)
 from torch import Tensor, nn
 
 from mezzo_gsa.heads import (
@@ -54,6 +60,8 @@ class RetNetConfig:
     norm: Norm = "rms"
     """Of each head's output. "group" is GroupNorm: it subtracts the mean, and has a bias."""
     norm_eps: float = 1e-6
+    rope_scaling: RopeScaling | None = None
+    """Makes some pairs of RoPE turn more slowly."""
 
     def build(self, d_model: int) -> "RetNet":
         """Build the mixer.
@@ -115,6 +123,7 @@ class RetNet(AbstractMixer):
             scale=K**-0.5,
             feature_map=config.feature_map,
             rope_base=config.rope_base,
+            rope_scaling=scaling_numbers("RetNetConfig", config.rope_scaling),
             norm_eps=config.norm_eps,
         )
         self.widths = (*self.heads.widths, HQ * V if config.output_gate else 0)
@@ -151,7 +160,8 @@ class RetNet(AbstractMixer):
         start = None if state is None else state.lengths
         positions = sequence_positions(T, cu_seqlens, start, x.device)
         dtype = accumulation_dtype(self.out_proj.weight.dtype)
-        angles = rope_angles(positions, K, self.config.rope_base, dtype=dtype)
+        rope = self.config.rope_base, self.config.rope_scaling
+        angles = rope_angles(positions, K, *rope, dtype=dtype)
         q, k, v, z = self._project(without_padding(x, lengths))
         q, k = (
             apply_rope(apply_feature_map(part, self.config.feature_map), *angles) for part in (q, k)

@@ -44,18 +44,18 @@ def draw_weights(config, dtype):
         return (1 + 0.3 * torch.randn(config["hidden_size"], generator=generator)).to(dtype)
 
     C, F, vocab = (config[k] for k in ("hidden_size", "intermediate_size", "vocab_size"))
-    D = C // config["num_attention_heads"]
-    kv = D * config["num_key_value_heads"]
+    D = config.get("head_dim") or C // config["num_attention_heads"]
+    q, kv = (D * config[f"num_{name}_heads"] for name in ("attention", "key_value"))
     weights = {"model.embed_tokens.weight": normal(vocab, C), "model.norm.weight": norm()}
     if not config["tie_word_embeddings"]:
         weights["lm_head.weight"] = normal(vocab, C)
     for i in range(config["num_hidden_layers"]):
         layer = {
             "input_layernorm": norm(),
-            "self_attn.q_proj": normal(C, C),
+            "self_attn.q_proj": normal(q, C),
             "self_attn.k_proj": normal(kv, C),
             "self_attn.v_proj": normal(kv, C),
-            "self_attn.o_proj": normal(C, C),
+            "self_attn.o_proj": normal(C, q),
             "post_attention_layernorm": norm(),
             "mlp.gate_proj": normal(F, C),
             "mlp.up_proj": normal(F, C),

@@ -203,9 +203,7 @@ def test_no_model_is_overwritten(command, llama, checkpoint, tmp_path):
 def test_only_what_rotates_needs_a_rotation_that_is_known(
     command, llama, checkpoint, tmp_path, target, code
 ):
-    folder, _ = checkpoint(
-        llama(vocab_size=257, rope_scaling={"rope_type": "llama3", "factor": 8.0})
-    )
+    folder, _ = checkpoint(llama(vocab_size=257, rope_scaling={"rope_type": "yarn", "factor": 8.0}))
     words = ("--to", target, "--tokenizer", "byte", "--out", tmp_path / "out")
     assert command(folder, *words)[0] == code
 

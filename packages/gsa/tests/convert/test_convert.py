@@ -11,6 +11,7 @@ from mezzo_core.nn.block import MixerBlockConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.nn.stack import BlocksConfig
+from mezzo_core.positions import RopeScaling
 from mezzo_gsa.convert import TARGETS, convert, convert_config, load_llama
 from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import GSAConfig
@@ -18,16 +19,18 @@ from mezzo_gsa.hgrn2 import HGRN2Config
 from mezzo_gsa.hgrn2_stack import HGRN2StackConfig
 
 B, T, C, HQ, H, D = 2, 9, 32, 4, 2, 8
+SCALED = {"num_heads": HQ, "rope_scaling": RopeScaling(4.0)}
 NEW = {"gsa": ("norm.weight",), "gla": ("g_proj.", "norm.weight"), "retnet": ("norm.weight",)}
 
 
 @pytest.fixture
-def transformer():
+def transformer(request):
     """A Transformer of two layers with weights that no initialization would give."""
+    d_model, more = getattr(request, "param", (C, {}))
     config = LMConfig(
         vocab_size=61,
-        d_model=C,
-        mixers=(AttentionConfig(D, num_kv_heads=H, rope_base=300.0),) * 2,
+        d_model=d_model,
+        mixers=(AttentionConfig(D, num_kv_heads=H, rope_base=300.0, **more),) * 2,
         mlp=MLPConfig("swiglu", hidden=48),
         norm_eps=1e-5,
         tie_embeddings=False,
@@ -55,9 +58,9 @@ def heads(x, weight, num_heads):
     return torch.stack([parts[h * num_heads // HQ] for h in range(HQ)], 2)
 
 
-def rotated(x, base):
-    """Turn the pair (i, i + D/2) at place t by t base^(-2i/D)."""
-    angle = torch.arange(T)[:, None] * base ** (-torch.arange(0, D, 2) / D)
+def rotated(x, base, slower):
+    """Turn the pair (i, i + D/2) at place t by t / slower base^(-2i/D)."""
+    angle = torch.arange(T)[:, None] / slower * base ** (-torch.arange(0, D, 2) / D)
     left, right = x.split(D // 2, -1)
     cos, sin = angle.double().cos()[:, None], angle.double().sin()[:, None]
     return torch.cat([left * cos - right * sin, left * sin + right * cos], -1)
@@ -72,9 +75,9 @@ def gsa_by_hand(x, old, mixer):
 
     Where slots start apart, Wα comes with a bias.
     """
-    wa, bias = mixer.in_proj.weight[C + 2 * H * D :], mixer.in_proj.bias
+    wa, bias = mixer.in_proj.weight[HQ * D + 2 * H * D :], mixer.in_proj.bias
     q, k, v = (F.silu(heads(x, old[f"w{part}"], n)) for part, n in (("q", HQ), ("k", H), ("v", H)))
-    logits = x @ wa.T if bias is None else x @ wa.T + bias[C + 2 * H * D :]
+    logits = x @ wa.T if bias is None else x @ wa.T + bias[HQ * D + 2 * H * D :]
     alpha = torch.sigmoid(logits) ** (1 / 8)
     alpha = alpha.unflatten(-1, (H, 64)).repeat_interleave(HQ // H, 2)
     keys, values = torch.zeros(2, B, HQ, 64, D, dtype=torch.float64)
@@ -101,15 +104,17 @@ def linear_by_hand(q, k, v, decay, old, center=False):
 
 def gla_by_hand(x, old, mixer):
     q, k = (F.relu(heads(x, old[f"w{part}"], n)) for part, n in (("q", HQ), ("k", H)))
-    w1 = mixer.in_proj.weight[C + 2 * H * D :]
+    w1 = mixer.in_proj.weight[HQ * D + 2 * H * D :]
     alpha = torch.sigmoid(mixer.g_proj(x @ w1.T)) ** (1 / 16)
     alpha = alpha.unflatten(-1, (H, D)).repeat_interleave(HQ // H, 2)
     return linear_by_hand(q, k, heads(x, old["wv"], H), alpha, old)
 
 
 def retnet_by_hand(x, old, mixer):
+    slower = 1 if x.shape[-1] == C else 4
     q, k = (
-        rotated(F.relu(heads(x, old[f"w{part}"], n)), 300.0) for part, n in (("q", HQ), ("k", H))
+        rotated(F.relu(heads(x, old[f"w{part}"], n)), 300.0, slower)
+        for part, n in (("q", HQ), ("k", H))
     )
     gamma = 1 - 2.0 ** (-5 - torch.arange(HQ).double())
     decay = gamma[:, None].expand(B, T, HQ, 1)
@@ -127,6 +132,9 @@ BY_HAND = {
 
 @pytest.mark.parametrize("layer", [0, 1])
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "transformer", [(C, {}), (49, SCALED), (24, SCALED)], indirect=True, ids=["full", "49", "24"]
+)
 @torch.no_grad()
 def test_a_converted_layer_computes_its_equations_with_the_transformers_weights(
     transformer, target, layer
@@ -136,7 +144,8 @@ def test_a_converted_layer_computes_its_equations_with_the_transformers_weights(
     prefix = f"stack.blocks.{layer}.mixer."
     mine = {n: w.double() for n, w in weights.items() if n.startswith(prefix)}
     old = {name.removeprefix(prefix).split(".")[0]: weight for name, weight in mine.items()}
-    x = torch.randn(B, T, C, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    draws = torch.Generator().manual_seed(0)
+    x = torch.randn(B, T, config.d_model, dtype=torch.float64, generator=draws)
     expected = BY_HAND[target](x, old, mixer)
     # The rotation's angles are float32 in the mixer.
     torch.testing.assert_close(mixer(x)[0], expected, rtol=0, atol=2e-6)
@@ -217,7 +226,7 @@ def test_a_target_of_ones_own_is_taken(transformer):
 
     new_config, new = convert(config, weights, make)
     assert new_config.mixers == (GSAConfig(4, 2, num_slots=16, feature_map="none"),) * 2
-    assert new["stack.blocks.0.mixer.in_proj.weight"].shape == (C + 2 * H * D + H * 16, C)
+    assert new["stack.blocks.0.mixer.in_proj.weight"].shape == (HQ * D + 2 * H * D + H * 16, C)
 
 
 def test_widths_that_do_not_fit_are_refused_in_one_line(transformer):

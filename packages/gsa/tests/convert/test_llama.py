@@ -40,7 +40,7 @@ def forward(config, weights, tokens):
     """The logits of one sequence (T,), head by head and place by place, in float64."""
     w = {name: weight.double() for name, weight in weights.items()}
     HQ, H = config["num_attention_heads"], config["num_key_value_heads"]
-    T, D, eps = len(tokens), config["hidden_size"] // HQ, config["rms_norm_eps"]
+    T, D, eps = len(tokens), config.get("head_dim", 8), config["rms_norm_eps"]
     window = config.get("sliding_window") or T
     x = w["model.embed_tokens.weight"][tokens]
     for i in range(config["num_hidden_layers"]):
@@ -93,6 +93,14 @@ def test_logits_are_llamas(llama, checkpoint, kv_heads, num_files):
     config = llama(num_key_value_heads=kv_heads)
     folder, weights = checkpoint(config, num_files=num_files)
     assert_exact(folder, config, weights)
+
+
+@pytest.mark.parametrize("head_dim", [2, 16])
+def test_heads_need_not_fill_the_width(mistral, checkpoint, head_dim):
+    config = mistral(head_dim=head_dim)
+    folder, weights = checkpoint(config)
+    assert_exact(folder, config, weights)
+    assert load_llama(folder)[0].mixers[0].num_heads == 4
 
 
 @pytest.mark.parametrize("window", [1, 5, 40, None])
@@ -190,11 +198,16 @@ def test_weights_keep_their_dtype(llama, checkpoint):
         ({"model_type": ...}, "model_type must be llama .* got None"),
         ({"model_type": "mezzo"}, "got 'mezzo': make it a run first, by import"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "RoPE.*linear"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "RoPE.*llama3"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            "default, linear or llama3.*dynamic",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor must be a positive.*'2'"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor must be 1 or more, got 0.5"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor must be"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "RoPE.*yarn"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "RoPE.*0.5"),
-        ({"rope_scaling": {"rope_type": "llama3"}, "rope_parameters": {}}, "RoPE.*llama3"),
+        ({"rope_scaling": {"rope_type": "llama3"}, "rope_parameters": {}}, "factor must be"),
         ({"rope_scaling": "linear"}, "RoPE.*'linear'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0, got 0.5"),
         ({"rope_theta": "large"}, "rope_theta must be a positive number, got 'large'"),
@@ -202,8 +215,8 @@ def test_weights_keep_their_dtype(llama, checkpoint):
         ({"mlp_bias": True}, "mlp_bias must be False, got True"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config.*bits"),
-        ({"head_dim": 16}, "4 heads of width 16 must fill hidden_size = 32"),
-        ({"num_attention_heads": 5}, "5 heads of width 6 must fill hidden_size = 32"),
+        ({"head_dim": 16}, r"q_proj.weight is of shape \(32, 32\), config.json says \(64, 32\)"),
+        ({"num_attention_heads": 5}, "hidden_size = 32 must be a multiple of 5 heads"),
         ({"num_key_value_heads": 3}, "num_kv_heads must divide.*got 3"),
         ({"hidden_size": "32"}, "hidden_size must be a whole number.*'32'"),
         ({"num_key_value_heads": "2"}, "num_key_value_heads must be a whole number.*'2'"),

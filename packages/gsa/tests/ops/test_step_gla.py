@@ -32,6 +32,7 @@ FORMS = {
     "hgrn2": HGRN2,
     "hgrn2, unbounded": HGRN2._replace(lower_bound=0.0),
     "retnet": RETNET,
+    "retnet, scaled": RETNET._replace(rope_scaling=(8.0, 1.0, 4.0, 100.0)),
     "retnet, t2r": RETNET._replace(feature_map="relu"),
 }
 

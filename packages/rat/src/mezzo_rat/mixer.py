@@ -45,6 +45,8 @@ class RATConfig:
     rope_base: float = 10_000.0
     span: int | None = None
     """The gates start with memories of up to this many tokens; None: of the chunk size."""
+    num_heads: int | None = None
+    """H; None: d_model / head_dim, so that the heads fill the width."""
 
     def build(self, d_model: int) -> "RAT":
         """Build the mixer.
@@ -60,8 +62,8 @@ class RATConfig:
 class RAT(AbstractMixer):
     """The RAT mixer.
 
-    `in_proj` gives z, v, g of C channels each and q, k of G·D channels each. With a `gate_rank` r
-    its z and g have r channels, and `z_proj` and `g_proj` map them to C. No projection has a bias.
+    `in_proj` gives z, v, g of H·D channels each and q, k of G·D channels each. With a `gate_rank` r
+    its z and g have r channels, which `z_proj` and `g_proj` map to H·D. No projection has a bias.
     """
 
     state_type = RATState
@@ -72,9 +74,10 @@ class RAT(AbstractMixer):
         check_size("RAT", "d_model", d_model)
         check_numbers("RAT", config.chunk_size, config.rope, config.rope_base)
         check_size("RAT", "head_dim", D)
-        if d_model % D:
+        if config.num_heads is None and d_model % D:
             raise ValueError(f"RAT: head_dim must divide d_model = {d_model}, got {D}")
-        H = d_model // D
+        H = d_model // D if config.num_heads is None else config.num_heads
+        check_size("RAT", "num_heads", H)
         G = H if config.num_groups is None else config.num_groups
         check_size("RAT", "num_groups", G)
         if H % G:
@@ -86,14 +89,15 @@ class RAT(AbstractMixer):
             raise ValueError(f"RAT: rope needs an even head_dim, got {D}")
         self.config = config
         self.d_model, self.num_heads, self.num_groups = d_model, H, G
-        gate = d_model if config.gate_rank is None else config.gate_rank
-        self.widths = (gate, d_model, gate, G * D, G * D)
+        width = H * D
+        gate = width if config.gate_rank is None else config.gate_rank
+        self.widths = (gate, width, gate, G * D, G * D)
         self.in_proj = Linear(d_model, sum(self.widths), bias=False)
         if config.gate_rank is not None:
-            self.z_proj = Linear(gate, d_model, bias=False)
-            self.g_proj = Linear(gate, d_model, bias=False)
-        self.gate_bias = nn.Parameter(torch.empty(d_model))
-        self.out_proj = Linear(d_model, d_model, bias=False)
+            self.z_proj = Linear(gate, width, bias=False)
+            self.g_proj = Linear(gate, width, bias=False)
+        self.gate_bias = nn.Parameter(torch.empty(width))
+        self.out_proj = Linear(width, d_model, bias=False)
         self.init_own_weights()
 
     def init_own_weights(self) -> None:
@@ -109,26 +113,26 @@ class RAT(AbstractMixer):
         those of the attention.
 
         Args:
-            wq: (C, C), with as many heads as the mixer.
+            wq: (HQ D, C), with as many heads as the mixer.
             wk: (H D, C), with H heads that divide these.
             wv: (H D, C).
-            wo: (C, C).
+            wo: (C, HQ D).
 
         Raises:
             ValueError: if the heads do not fit, or those of the mixer share queries.
         """
-        C, D = self.d_model, self.config.head_dim
+        C, D, width = self.d_model, self.config.head_dim, self.widths[1]
         if self.num_groups != self.num_heads:
             raise ValueError("must have num_groups=None: heads of attention share no queries")
         shared = [tuple(weight.shape) for weight in (wk, wv)]
-        fits = wq.shape == wo.shape == (C, C) and shared[0] == shared[1] == (len(wk), C)
-        if not fits or len(wk) % D or C % len(wk):
+        fits = wq.shape == wo.mT.shape == (width, C) and shared[0] == shared[1] == (len(wk), C)
+        if not fits or len(wk) % D or width % len(wk):
             raise ValueError(
                 f"has {self.num_heads} heads of width {D}, got Wq of {tuple(wq.shape)}, "
                 f"Wk of {shared[0]}, Wv of {shared[1]}, Wo of {tuple(wo.shape)}"
             )
         k, v = (
-            weight.unflatten(0, (-1, D)).repeat_interleave(C // len(wk), 0).flatten(0, 1)
+            weight.unflatten(0, (-1, D)).repeat_interleave(width // len(wk), 0).flatten(0, 1)
             for weight in (wk, wv)
         )
         z, own_v, _, own_q, own_k = self.in_proj.weight.split(list(self.widths))
@@ -213,21 +217,21 @@ class RAT(AbstractMixer):
         slots = -(-num_tokens // self.config.chunk_size)
         dtype = self.out_proj.weight.dtype
         values = slots * dtype.itemsize + accumulation_dtype(dtype).itemsize
-        return 2 * self.d_model * values + 8
+        return 2 * self.widths[1] * values + 8
 
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs a token, averaged over a sequence of T tokens.
 
-        Projections 2 C (3 C + 2 G D) + 2 C C; the recurrence of k~ and v~, each f h + (1 - f) x:
-        2 * 3 C; attention 4 C a logit (score and value, H D = C wide), over the mean number of
-        logits; the output gate C. Sigmoids, exponentials and RoPE are not counted.
+        Projections 2 C (3 H + 2 G) D + 2 C H D; the recurrence of k~ and v~, each f h + (1 - f) x:
+        2 * 3 H D; attention 4 H D a logit (score and value), over the mean number of logits; the
+        output gate H D. Sigmoids, exponentials and RoPE are not counted.
         """
-        C = self.d_model
+        width = self.widths[1]
         weights = sum(
             part.weight.numel() for part in self.children() if isinstance(part, nn.Linear)
         )
         logits = mean_logits(num_tokens, self.config.chunk_size)
-        return 2 * weights + 6 * C + 4 * C * logits + C
+        return 2 * weights + 6 * width + 4 * width * logits + width
 
 
 def mean_logits(num_tokens: int, chunk_size: int) -> float:

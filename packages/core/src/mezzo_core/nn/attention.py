@@ -18,6 +18,7 @@ from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import (
     AlibiFormula,
+    RopeScaling,
     alibi_slopes,
     apply_rope,
     rope_angles,
@@ -60,6 +61,8 @@ class AttentionConfig:
         norm_by_head: whether they norm each head apart, all with one weight (D), as in Qwen3; else
             all heads together.
         qkv_bias: whether queries, keys and values have biases, as in Qwen2.
+        num_heads: number HQ of query heads; None for C / D, which fill the width.
+        rope_scaling: makes some pairs of RoPE turn more slowly, as in Llama 3.1.
     """
 
     head_dim: int = 64
@@ -71,6 +74,8 @@ class AttentionConfig:
     norm_eps: float = 1e-6
     norm_by_head: bool = False
     qkv_bias: bool = False
+    num_heads: int | None = None
+    rope_scaling: RopeScaling | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -81,7 +86,7 @@ class AttentionConfig:
 
 
 class Attention(AbstractMixer):
-    """Causal softmax attention, (B, T, C) to (B, T, C), with C / D query heads of width D."""
+    """Causal softmax attention, (B, T, C) to (B, T, C), with HQ query heads of width D."""
 
     state_type = KVCache
 
@@ -97,15 +102,15 @@ class Attention(AbstractMixer):
         _check_config(d_model, config)
         self.d_model = d_model
         self.config = config
-        self.num_heads = d_model // config.head_dim
+        self.num_heads = config.num_heads or d_model // config.head_dim
         self.num_kv_heads = config.num_kv_heads or self.num_heads
-        kv_width = self.num_kv_heads * config.head_dim
-        self.wq = Linear(d_model, d_model, bias=config.qkv_bias)
+        width, kv_width = (n * config.head_dim for n in (self.num_heads, self.num_kv_heads))
+        self.wq = Linear(d_model, width, bias=config.qkv_bias)
         self.wk = Linear(d_model, kv_width, bias=config.qkv_bias)
         self.wv = Linear(d_model, kv_width, bias=config.qkv_bias)
-        self.wo = Linear(d_model, d_model, bias=False)
+        self.wo = Linear(width, d_model, bias=False)
         by_head = config.head_dim if config.norm_by_head else None
-        self.q_norm = build_norm(config.qk_norm, by_head or d_model, config.norm_eps)
+        self.q_norm = build_norm(config.qk_norm, by_head or width, config.norm_eps)
         self.k_norm = build_norm(config.qk_norm, by_head or kv_width, config.norm_eps)
 
     def forward(
@@ -129,10 +134,10 @@ class Attention(AbstractMixer):
         start = None if state is None else state.lengths
         positions = sequence_positions(T, cu_seqlens, start, x.device)
         q, k, v = self._project(x)
-        if self.config.rope_base is not None:
+        if (base := self.config.rope_base) is not None:
             dtype = accumulation_dtype(q.dtype)
             angles = rope_angles(
-                positions, self.config.head_dim, self.config.rope_base, dtype=dtype
+                positions, self.config.head_dim, base, self.config.rope_scaling, dtype=dtype
             )
             q, k = apply_rope(q, *angles), apply_rope(k, *angles)
         slopes = self._slopes(q)
@@ -163,7 +168,8 @@ class Attention(AbstractMixer):
         """Decode one token of every row, (B, 1, C) to (B, 1, C); see `AbstractMixer.step`."""
         self.check_step(x, state)
         new_q, new_k, new_v = (part[:, 0] for part in self._project(x))
-        q = append_token_(new_q, new_k, new_v, *state, rope_base=self.config.rope_base)
+        base, scaling = self.config.rope_base, self.config.rope_scaling
+        q = append_token_(new_q, new_k, new_v, *state, rope_base=base, rope_scaling=scaling)
         out = decode_attention(q, *state, alibi_slopes=self._slopes(new_q))
         # Attention ran in the cache's dtype; the projection runs in the token's.
         return self.wo(out.to(new_q.dtype).flatten(1)[:, None])
@@ -230,12 +236,12 @@ class Attention(AbstractMixer):
         )
 
     def flops_per_token(self, num_tokens: int) -> float:
-        """Return the FLOPs per token: 2 for each weight, and 4 C for each key that it sees."""
+        """Return the FLOPs per token: 2 for each weight, and 4 HQ D for each key that it sees."""
         weights = sum(weight.numel() for weight in self.parameters() if weight.ndim == 2)
         window = min(self.config.window_size or num_tokens, num_tokens)
         # Token t sees min(t + 1, W) keys: 1 + 2 + ... + W, then W for each of the other T - W.
         keys = window * (window + 1) / 2 + (num_tokens - window) * window
-        return 2 * weights + 4 * self.d_model * keys / max(num_tokens, 1)
+        return 2 * weights + 4 * self.wq.out_features * keys / max(num_tokens, 1)
 
 
 def empty_cache(batch: int, num_heads: int, head_dim: int, like: Tensor) -> KVCache:
@@ -323,12 +329,15 @@ def _check_config(d_model: int, config: AttentionConfig) -> None:
     D, H = config.head_dim, config.num_kv_heads
     check_size("AttentionConfig", "head_dim", D)
     check_size("AttentionConfig", "d_model", d_model)
-    if d_model % D:
-        raise ValueError(f"head_dim must divide d_model, got {D} and {d_model}")
+    if config.num_heads is not None:
+        check_size("AttentionConfig", "num_heads", config.num_heads)
+    elif d_model % D:
+        raise ValueError(f"head_dim must divide d_model, got {D} and {d_model}: or set num_heads")
+    HQ = config.num_heads or d_model // D
     if H is not None:
         check_size("AttentionConfig", "num_kv_heads", H)
-    if H is not None and (d_model // D) % H:
-        raise ValueError(f"num_kv_heads must divide the {d_model // D} query heads, got {H}")
+    if H is not None and HQ % H:
+        raise ValueError(f"num_kv_heads must divide the {HQ} query heads, got {H}")
     if config.window_size is not None:
         check_size("AttentionConfig", "window_size", config.window_size)
     if config.alibi is not None and config.alibi not in get_args(AlibiFormula):
@@ -337,6 +346,8 @@ def _check_config(d_model: int, config: AttentionConfig) -> None:
         raise ValueError("alibi and rope_base exclude each other: set rope_base=None for ALiBi")
     if config.rope_base is not None:
         check_number("AttentionConfig", "rope_base", config.rope_base, positive=True)
+    elif config.rope_scaling is not None:
+        raise ValueError("rope_scaling needs a rope_base")
     check_number("AttentionConfig", "norm_eps", config.norm_eps, positive=True)
     if config.qk_norm not in get_args(NormKind):
         raise ValueError(f"qk_norm must be one of {get_args(NormKind)}, got {config.qk_norm!r}")

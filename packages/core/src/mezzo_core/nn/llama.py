@@ -18,6 +18,7 @@ from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.nn.published import CONFIG, Described, check_shapes, read_weights
+from mezzo_core.positions import RopeScaling
 
 # Defaults of an architecture for keys that config.json does not have.
 _DEFAULTS: Mapping[str, Mapping[str, int]] = {
@@ -52,6 +53,11 @@ _OURS_OF_A_LAYER = {
     "mlp.up_proj": "mlp.up",
     "mlp.down_proj": "mlp.down",
 }
+# The keys of each type of scaled RoPE, in the order of our fields.
+_SCALINGS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 _QK_NORMS = {"self_attn.q_norm": "mixer.q_norm", "self_attn.k_norm": "mixer.k_norm"}
 
 
@@ -70,8 +76,9 @@ def load_llama(folder: str | Path, *, has_rope: bool = True) -> tuple[LMConfig, 
 
     Raises:
         UserError: if a file is missing or damaged, the architecture is another one, the model has
-            features that our LM lacks (scaled RoPE, other biases or activations, quantized
-            weights), or the weights are not those that config.json describes.
+            features that our LM lacks (RoPE scaled otherwise than linearly or as in Llama 3, other
+            biases or activations, quantized weights), or the weights are not those that
+            config.json describes.
     """
     folder = Path(folder)
     described = Described.of(folder)
@@ -116,19 +123,21 @@ def llama_config(found: Mapping[str, Any], path: Path, *, has_rope: bool = True)
     described = Described(found, path)
     described.check_only(_ONLY)
     d_model, heads = described.count("hidden_size"), described.count("num_attention_heads")
-    head_dim = described.count_or_none("head_dim") or d_model // heads
-    if head_dim * heads != d_model:
-        raise UserError(
-            f"{path}: {heads} heads of width {head_dim} must fill hidden_size = {d_model}"
-        )
+    head_dim = described.count_or_none("head_dim")
+    if head_dim is None and d_model % heads:
+        raise UserError(f"{path}: hidden_size = {d_model} must be a multiple of {heads} heads")
+    head_dim = head_dim or d_model // heads
+    rope_base, rope_scaling = _rope(described) if has_rope else (None, None)
     norm_eps = described.positive("rms_norm_eps", 1e-6)
     mixer = AttentionConfig(
         head_dim=head_dim,
         num_kv_heads=described.count_or_none("num_key_value_heads") or heads,
         # Llama's attention has no window, even if its config.json has a value.
         window_size=described.count_or_none("sliding_window") if kind == "mistral" else None,
-        rope_base=_rope_base(described) if has_rope else None,
+        rope_base=rope_base,
         qkv_bias=kind == "qwen2",
+        num_heads=None if head_dim * heads == d_model else heads,
+        rope_scaling=rope_scaling,
     )
     if kind == "qwen3":
         mixer = replace(mixer, qk_norm="rms", norm_eps=norm_eps, norm_by_head=True)
@@ -141,25 +150,30 @@ def llama_config(found: Mapping[str, Any], path: Path, *, has_rope: bool = True)
         raise UserError(f"{path}: {error}") from error
 
 
-def _rope_base(described: Described) -> float:
-    """Return RoPE's base, from `rope_parameters` (transformers 5) or `rope_theta` (before)."""
+def _rope(described: Described) -> tuple[float, RopeScaling | None]:
+    """Return RoPE's base and scaling: of `rope_parameters` in transformers 5, two keys before."""
     found, path = described
     part = found.get("partial_rotary_factor")
     if part not in (1.0, None):
         raise UserError(f"{path}: partial_rotary_factor must be 1.0, got {part!r}")
-    base = found.get("rope_theta", 10_000.0)
+    base, scaling = found.get("rope_theta", 10_000.0), None
     for key in ("rope_scaling", "rope_parameters"):
         parameters = found.get(key) or {}
-        is_plain = isinstance(parameters, dict) and (
-            parameters.get("rope_type", parameters.get("type", "default")) == "default"
-            and parameters.get("partial_rotary_factor", 1.0) == 1.0
-        )
-        if not is_plain:
+        told = parameters if isinstance(parameters, dict) else {"rope_type": None}
+        kind = told.get("rope_type", told.get("type", "default"))
+        if kind not in ("default", *_SCALINGS) or told.get("partial_rotary_factor", 1.0) != 1.0:
             raise UserError(
-                f"{path}: RoPE has neither scaling nor parts here: {key} {parameters!r}"
+                f"{path}: RoPE has no parts here, and is of type default, "
+                f"{' or '.join(_SCALINGS)}: {key} {parameters!r}"
             )
-        base = parameters.get("rope_theta", base)
-    return Described({"rope_theta": base}, path).positive("rope_theta", 0)
+        base = told.get("rope_theta", base)
+        if kind != "default":
+            numbers = (Described(told, path).positive(name, 0) for name in _SCALINGS[kind])
+            try:
+                scaling = RopeScaling(*numbers)
+            except ValueError as error:
+                raise UserError(f"{path}: {error}") from error
+    return Described({"rope_theta": base}, path).positive("rope_theta", 0), scaling
 
 
 def _names(config: LMConfig) -> dict[str, str]:

@@ -38,6 +38,8 @@ def types_of(record: type) -> dict[str, str]:
 def _declared(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "str"
+    if get_origin(kind) is tuple:
+        return _declared(get_args(kind)[0]) + "[]"
     if NoneType in get_args(kind):
         (kind,) = (part for part in get_args(kind) if part is not NoneType)
         return _declared(kind) + "?"

@@ -56,9 +56,17 @@ MakeTarget = Callable[[AttentionConfig, LMConfig], MixerConfig]
 """A function from an attention layer and the Transformer that it is of to the new layer."""
 
 
+def _heads(attention: AttentionConfig, model: LMConfig) -> tuple[int, float]:
+    """Return the number of query heads, and the width of all in units of the model's."""
+    heads = attention.num_heads or model.d_model // attention.head_dim
+    return heads, heads * attention.head_dim / model.d_model
+
+
 def to_gsa(attention: AttentionConfig, model: LMConfig) -> GSAConfig:
     """Return GSA in place of an attention layer."""
-    return GSAConfig(model.d_model // attention.head_dim, attention.num_kv_heads)
+    heads, expand = _heads(attention, model)
+    width = None if expand == 1 else attention.head_dim
+    return GSAConfig(heads, attention.num_kv_heads, head_dim=width)
 
 
 def to_gsa_spread(attention: AttentionConfig, model: LMConfig) -> GSAConfig:
@@ -68,10 +76,12 @@ def to_gsa_spread(attention: AttentionConfig, model: LMConfig) -> GSAConfig:
 
 def to_gla(attention: AttentionConfig, model: LMConfig) -> GLAConfig:
     """Return GLA in place of an attention layer; its norm has the epsilon of the model's."""
+    heads, expand = _heads(attention, model)
     return GLAConfig(
-        model.d_model // attention.head_dim,
+        heads,
         attention.num_kv_heads,
-        expand_k=1.0,
+        expand_k=expand,
+        expand_v=expand,
         feature_map="relu",
         output_gate=False,
         norm_eps=model.norm_eps,
@@ -86,13 +96,16 @@ def to_retnet(attention: AttentionConfig, model: LMConfig) -> RetNetConfig:
     """
     if attention.rope_base is None:
         raise UserError("RetNet rotates queries and keys, which this attention does not: no RoPE")
+    heads, expand = _heads(attention, model)
     return RetNetConfig(
-        model.d_model // attention.head_dim,
+        heads,
         attention.num_kv_heads,
-        expand_v=1.0,
+        expand_k=expand,
+        expand_v=expand,
         feature_map="relu",
         output_gate=False,
         rope_base=attention.rope_base,
+        rope_scaling=attention.rope_scaling,
         norm_eps=model.norm_eps,
     )
 

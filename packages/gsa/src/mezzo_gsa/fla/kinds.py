@@ -72,7 +72,7 @@ def _read_gsa(told: Described) -> GSAConfig:
 
 def _write_gsa(mixer: GSAConfig, d_model: int) -> dict[str, Any]:
     _check(mixer, scale=1.0, gate="token", gate_spans=None, between="softmax")
-    _check(mixer, feature_map="swish", output_norm=True, norm_eps=MODEL_EPS)
+    _check(mixer, feature_map="swish", output_norm=True, norm_eps=MODEL_EPS, head_dim=None)
     return {
         "num_heads": mixer.num_heads,
         "num_kv_heads": mixer.num_kv_heads,
@@ -119,7 +119,7 @@ def _read_retnet(told: Described) -> RetNetConfig:
 
 
 def _write_retnet(mixer: RetNetConfig, d_model: int) -> dict[str, Any]:
-    _check(mixer, rope_base=_ROPE_BASE, qk_map=False, norm="rms")
+    _check(mixer, rope_base=_ROPE_BASE, rope_scaling=None, qk_map=False, norm="rms")
     return _write_heads(mixer)
 
 

@@ -1,5 +1,6 @@
 """The public ops `append_token_` and `decode_attention`: argument checks and dispatch."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from mezzo_core.ops.checks import check_counts, check_floating, check_number
 from mezzo_core.ops.decode_attention import reference
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.precision import accumulation_dtype, without_autocast
+from mezzo_core.positions import RopeScaling, scaling_numbers
 
 TRITON_WIDTHS = (32, 64, 128, 256)
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,6 +26,7 @@ def append_token_(
     lengths: Int[Tensor, " B"],
     *,
     rope_base: float | None,
+    rope_scaling: RopeScaling | None = None,
     impl: Impl = "auto",
 ) -> Float[Tensor, "B HQ D"]:
     """Put the next token of each row into the cache, in place, and return its rotated queries.
@@ -43,6 +46,7 @@ def append_token_(
             in place. The values are checked on the CPU only.
         rope_base: base of RoPE, which rotates q and k to position n
             (`mezzo_core.positions.rope_angles`); None for no rotation.
+        rope_scaling: makes some pairs turn more slowly.
         impl: "auto", "reference" or "triton" (float32, bfloat16 or float16; D a power of two from
             32 to 256).
 
@@ -60,11 +64,12 @@ def append_token_(
         check_number("append_token_", "rope_base", rope_base, positive=True)
         if q.shape[-1] % 2:
             raise ValueError(f"append_token_: D must be even for RoPE, got {q.shape[-1]}")
+    scaling = scaling_numbers("append_token_", rope_scaling)
     tensors = (q, k, v, k_cache, v_cache)
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise ValueError("append_token_ has no backward: call it under torch.no_grad()")
     chosen = resolve_impl("append_token_", impl, q.device, _unsupported(q, k_cache))
-    return _append_token_(*tensors, lengths, rope_base, chosen)
+    return _append_token_(*tensors, lengths, rope_base, scaling, chosen)
 
 
 def decode_attention(
@@ -221,13 +226,15 @@ def _append_token_(
     v_cache: Tensor,
     lengths: Tensor,
     rope_base: float | None,
+    rope_scaling: Sequence[float] | None,
     impl: str,
 ) -> Tensor:
+    rope = rope_base, None if rope_scaling is None else RopeScaling(*rope_scaling)
     if impl == "triton":
         from mezzo_core.ops.decode_attention import triton
 
-        return triton.append_token_(q, k, v, k_cache, v_cache, lengths, rope_base)
-    return reference.append_token_(q, k, v, k_cache, v_cache, lengths, rope_base)
+        return triton.append_token_(q, k, v, k_cache, v_cache, lengths, *rope)
+    return reference.append_token_(q, k, v, k_cache, v_cache, lengths, *rope)
 
 
 @_append_token_.register_fake

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from mezzo_core.positions import apply_rope, rope_angles
+from mezzo_core.positions import RopeScaling, apply_rope, rope_angles
 
 
 def decode_attention_fwd(
@@ -50,6 +50,7 @@ def append_token_(
     v_cache: Tensor,
     lengths: Tensor,
     rope_base: float | None,
+    rope_scaling: RopeScaling | None,
 ) -> Tensor:
     """Put the next token of each row into its cache of S slots, and return its queries.
 
@@ -59,7 +60,7 @@ def append_token_(
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     if rope_base is not None:
-        angles = rope_angles(lengths[:, None], q.shape[-1], rope_base, dtype=wide)
+        angles = rope_angles(lengths[:, None], q.shape[-1], rope_base, rope_scaling, dtype=wide)
         q, k = (apply_rope(x.to(wide)[:, None], *angles)[:, 0] for x in (q, k))
     place = (torch.arange(q.shape[0], device=q.device), lengths % k_cache.shape[1])
     k_cache[place], v_cache[place] = k.to(k_cache.dtype), v.to(v_cache.dtype)

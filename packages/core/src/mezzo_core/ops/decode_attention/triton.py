@@ -18,7 +18,7 @@ from torch import Tensor
 from mezzo_core.ops.launch import launch
 from mezzo_core.ops.online_softmax.triton import add_scores, merge
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
-from mezzo_core.positions import RADIANS, rope_steps
+from mezzo_core.positions import RADIANS, RopeScaling, rope_steps
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 UNIT = tl.constexpr(RADIANS)
@@ -197,12 +197,13 @@ def append_token_(
     v_cache: Tensor,
     lengths: Tensor,
     rope_base: float | None,
+    rope_scaling: RopeScaling | None,
 ) -> Tensor:
     """Append; arguments and result as in `reference.append_token_`."""
     B, HQ, D = q.shape
     S, H = k_cache.shape[1:3]
     out = torch.empty((B, HQ, D), dtype=k_cache.dtype, device=q.device)
-    steps = None if rope_base is None else _rope_steps(D, rope_base, q.device)
+    steps = None if rope_base is None else _rope_steps(D, rope_base, rope_scaling, device=q.device)
     BQ, BH = next_power_of_2(HQ), next_power_of_2(H)
     if B:
         strides = (*q.stride(), *k.stride(), *v.stride(), *k_cache.stride(), *v_cache.stride())
@@ -216,7 +217,5 @@ def append_token_(
     return out
 
 
-@cache
-def _rope_steps(dim: int, base: float, device: torch.device) -> Tensor:
-    """Return RoPE's steps, a table that is cached for ever: captured graphs read it."""
-    return rope_steps(dim, base, device=device)
+# A table that is cached for ever: captured graphs read it.
+_rope_steps = cache(rope_steps)

@@ -4,6 +4,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from mezzo_core.ops.checks import check_floating, check_number
+from mezzo_core.positions import RopeScaling
 from torch import Tensor
 
 StepMap = Literal["relu", "swish"]
@@ -26,6 +27,12 @@ class LayerForm(NamedTuple):
     rope_base: float | None = None
     """Base of RoPE, which rotates queries and keys (`mezzo_core.positions`); None: no RoPE."""
     norm_eps: float = 1e-5
+    rope_scaling: tuple[float, ...] | None = None
+    """The fields of a `RopeScaling` (`mezzo_core.positions`)."""
+
+    def scaling(self) -> RopeScaling | None:
+        """Return the scaling of RoPE; a property would not compile with torch 2.8."""
+        return None if self.rope_scaling is None else RopeScaling(*self.rope_scaling)
 
 
 def check_form(op: str, form: Any) -> None:

@@ -141,7 +141,7 @@ def _featured(x: Tensor, places: Tensor | None, form: LayerForm) -> Tensor:
     if form.rope_base is None or places is None:
         return x
     dtype = accumulation_dtype(x.dtype)
-    angles = rope_angles(places[:, None], x.shape[2], form.rope_base, dtype=dtype)
+    angles = rope_angles(places[:, None], x.shape[2], form.rope_base, form.scaling(), dtype=dtype)
     return apply_rope(x[:, None], *angles)[:, 0]
 
 

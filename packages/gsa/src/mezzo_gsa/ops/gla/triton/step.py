@@ -125,7 +125,7 @@ def _launch(
     if places is not None:
         places = places.contiguous()
     if form.rope_base is not None:
-        steps = _steps(K, form.rope_base, device=q.device)
+        steps = _steps(K, form.rope_base, form.scaling(), device=q.device)
     with torch.cuda.device_of(q):
         launch(
             step_state_kernel, (B * H * ceil_div(V, BV),),
