@@ -223,7 +223,24 @@ def test_a_single_document_is_split_by_position(tmp_path):
     config = DataConfig(source=str(tmp_path / "a.txt"), validation_fraction=0.2)
     data = config.build(5, None)
     assert (data.num_train_tokens, data.num_validation_tokens) == (81, 20)
-    assert data.num_validation_bytes == 20
+    assert data.num_validation_bytes == 19  # and an end
+
+
+@pytest.mark.parametrize("mask_documents", [False, True])
+@pytest.mark.parametrize("kind", ["json", "llama", "sentencepiece"])
+def test_the_end_of_a_book_has_bytes_of_its_own(names, tmp_path, kind, mask_documents):
+    text = "a single man in possession of a good fortune " * 40 + "1, 22, 日本; " * 60
+    (tmp_path / "a.txt").write_text(text)
+    config = DataConfig(str(tmp_path / "a.txt"), names[kind], mask_documents=mask_documents)
+    data = replace(config, validation_fraction=0.2).build(5, None)
+    targets = [batch.targets for batch in data.validation_batches(2)]
+    targets = torch.cat([part[part != NO_TARGET] for part in targets]).tolist()
+    end = data.tokenizer.decode(targets)
+    whole = end.lstrip("\ufffd")  # the bytes of a character that the training part begins
+    assert text.endswith(whole)
+    num_bytes = len(whole.encode("utf-8")) + len(end) - len(whole)
+    assert num_bytes > 100
+    assert data.num_validation_bytes - num_bytes in (0, 1)  # a space, which decoding drops
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -285,8 +302,7 @@ def test_the_validation_bytes_of_masked_documents_count_parts_of_characters(tmp_
     data = replace(config, mask_documents=True).build(5, None)
     targets = targets_of(data.validation_batches(2))
     del targets[data.tokenizer.eos_token]
-    # Of a single document the number is an estimate, from the share of its tokens.
-    assert data.num_validation_bytes == pytest.approx(sum(targets.values()), abs=len(texts) == 1)
+    assert data.num_validation_bytes == sum(targets.values())
 
 
 def test_the_default_data_trains_and_is_the_same_from_the_cache(tmp_path):

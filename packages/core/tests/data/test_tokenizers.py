@@ -23,11 +23,26 @@ def test_text_survives_the_round_trip(names, kind, text):
     tokenizer = load_tokenizer(names[kind])
     tokens = tokenizer.encode(text)
     assert tokenizer.decode(tokens) == text
+    counts = [tokenizer.token_bytes(token, first=i == 0) for i, token in enumerate(tokens)]
+    assert sum(counts) == len(text.encode("utf-8"))
     assert all(0 <= token < tokenizer.vocab_size for token in tokens)
     assert tokenizer.eos_token not in tokens
     (batch,) = tokenizer.encode_batch([text])
     assert batch.tolist() == tokens
     assert np.issubdtype(batch.dtype, np.integer)
+
+
+def test_a_part_of_a_character_counts_all_of_its_bytes(tmp_path):
+    """As GPT-2's tokens do: the first here has two of the three bytes."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pieces = ["</s>", *tokenizers.pre_tokenizers.ByteLevel.alphabet(), "æĹ"]
+    model = tokenizers.models.BPE({piece: i for i, piece in enumerate(pieces)}, [("æ", "Ĺ")])
+    bpe = tokenizers.Tokenizer(model)
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert list(map(tokenizer.token_bytes, tokenizer.encode("日é"))) == [2, 1, 1, 1]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,5 +1,6 @@
 """LongBench: its scores are its own, and a model's answers get them."""
 
+import hashlib
 import json
 
 import pytest
@@ -56,6 +57,13 @@ def written(path, *records):
 
 def record(dataset, context="Some facts. " * 9, **more):
     return {"dataset": dataset, "input": "Who?", "context": context, "answers": ["x", "é"], **more}
+
+
+def test_prompts_are_those_of_longbench():
+    """By the checksum of the English ones in its config/dataset2prompt.json."""
+    prompts = "\0".join(TASKS[name].prompt for name in sorted(TASKS))
+    expected = "3805174f4c000eecdb38738394a6ff60f187f2fb80022b24e7a2a9babb82c021"
+    assert hashlib.sha256(prompts.encode()).hexdigest() == expected
 
 
 def test_an_answer_is_greedy_after_the_first_and_the_last_half(model, tmp_path):

@@ -241,8 +241,7 @@ class BatchSource(ABC):
     tokenizer: Tokenizer | None = None
     """Whose tokens these are; None if they are no text's."""
     num_validation_bytes: int | None = None
-    """UTF-8 bytes of the validation targets, for bits a byte; None for a task. If a corpus is a
-    single document, the number is estimated from the validation part's share of its tokens."""
+    """UTF-8 bytes of the validation targets, for bits a byte; None for a task."""
 
     @abstractmethod
     def train_batch(self, step: int, batch_size: int) -> Batch:

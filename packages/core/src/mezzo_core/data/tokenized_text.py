@@ -1,5 +1,7 @@
 """Text that is tokenized once, before training: any step's batch can then be read directly."""
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -74,7 +76,8 @@ class TokenizedText(TextData):
         if self.train.num_complete == 0 and validation_fraction < 1:
             raise UserError(
                 f"the training part has {self.train.num_tokens} tokens, fewer than one window of "
-                f"{seq_len + 1}: give more text or a shorter seq_len"
+                f"{seq_len + 1}: give more text or a shorter seq_len; to measure a short "
+                "text, hold out all of it (eval --all)"
             )
         self.num_train_tokens = self.train.num_tokens
         self.num_validation_bytes = target_bytes(validated, validation, tokenizer, mask_documents)
@@ -176,19 +179,22 @@ def target_bytes(
     """Return the UTF-8 bytes of the held-out tokens that are targets.
 
     With masked documents the first token of each document is not a target. For the other arguments
-    see `TokenizedText`; of a single document the number is estimated, from its share of the tokens.
+    see `TokenizedText`.
     """
-    if len(tokenized.ends) == 1:
-        share = (held_out[0, 1] - held_out[0, 0]) / tokenized.ends[0]
-        num_bytes = round(float(tokenized.num_bytes[0] * share))
+    is_part = len(tokenized.ends) == 1 and held_out[0, 0] > 0
+    if is_part:
+        num_bytes = count_bytes(tokenized.tokens[np.arange(*held_out[0])], tokenizer)
     else:
         documents = np.searchsorted(tokenized.ends, held_out[:, 1])
         num_bytes = int(tokenized.num_bytes[documents].sum())
     if not mask_documents:
         return num_bytes
-    first, counts = np.unique(tokenized.tokens[held_out[:, 0]], return_counts=True)
-    for token, count in zip(first.tolist(), counts.tolist(), strict=True):
-        # A part of a character decodes to U+FFFD. It is nearly always one byte.
-        text = tokenizer.decode([token]).replace("\ufffd", "?")
-        num_bytes -= count * len(text.encode("utf-8"))
-    return num_bytes
+    firsts = tokenized.tokens[held_out[:, 0]]
+    return num_bytes - count_bytes(firsts, tokenizer, first=not is_part)
+
+
+def count_bytes(tokens: NDArray[Any], tokenizer: Tokenizer, *, first: bool = False) -> int:
+    """Return the UTF-8 bytes of tokens; see `Tokenizer.token_bytes`."""
+    known, counts = np.unique(tokens, return_counts=True)
+    pairs = zip(known.tolist(), counts.tolist(), strict=True)
+    return sum(count * tokenizer.token_bytes(token, first=first) for token, count in pairs)

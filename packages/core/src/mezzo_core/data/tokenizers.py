@@ -69,6 +69,13 @@ class Tokenizer(Protocol):
         """Return the text. Special tokens decode to nothing, broken UTF-8 to U+FFFD."""
         ...
 
+    def token_bytes(self, token: int, *, first: bool = False) -> int:
+        """Return how many bytes of UTF-8 a token stands for, which may be parts of a character.
+
+        Some tokenizers put a space before a text, which does not count in its `first` token.
+        """
+        ...
+
 
 class ByteTokenizer:
     """The 256 bytes of UTF-8, and 256 for the end of a document."""
@@ -91,6 +98,10 @@ class ByteTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of the bytes."""
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token: int, *, first: bool = False) -> int:
+        """Return one, or zero for the end of a document."""
+        return int(token < 256)
 
 
 class HFTokenizer:
@@ -169,6 +180,13 @@ class HFTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of the tokens."""
         return self._backend.decode(list(tokens), skip_special_tokens=True)
+
+    def token_bytes(self, token: int, *, first: bool = False) -> int:
+        """Return the bytes of the token's text."""
+        piece = self._backend.id_to_token(token) or ""
+        # Of a part of a character, a byte-level piece has a letter for each byte.
+        broken = 1 if piece.startswith("<0x") else len(piece)
+        return _text_bytes(self, token, first, broken)
 
     def _refuse_dropped(self, characters: set[str]) -> None:
         """Refuse new characters without a token, which the library would silently drop."""
@@ -252,6 +270,20 @@ class SentencePieceTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of the tokens; those beyond the vocabulary are ignored."""
         return self.processor.decode([int(token) for token in tokens if token < self.vocab_size])
+
+    def token_bytes(self, token: int, *, first: bool = False) -> int:
+        """Return the bytes of the token's text; parts of a character are single bytes."""
+        return _text_bytes(self, token, first, 1)
+
+
+def _text_bytes(tokenizer: Tokenizer, token: int, first: bool, broken: int) -> int:
+    """Return the bytes of a token's text, `broken` if it ends or begins within a character."""
+    once, twice = (tokenizer.decode([token] * n) for n in (1, 2))
+    if "\ufffd" in once:
+        return broken
+    # A second token has all of its text: decoding drops a space before the first.
+    text = once if first else twice[len(once) :]
+    return len(text.encode("utf-8"))
 
 
 def keeps_line_breaks(tokenizer: Tokenizer) -> bool:
