@@ -25,14 +25,16 @@ def to_backend(tokenizer: SentencePieceTokenizer) -> Backend:
     pieces = [processor.id_to_piece(i).replace(_SPACE, " ") for i in range(tokenizer.vocab_size)]
     codes = [code for code in range(1, 0x30000) if not 0xD800 <= code < 0xE000]  # no surrogates
     letters = ("".join(map(chr, codes[i : i + 64])) for i in range(0, len(codes), 64))
-    texts = [*_TEXTS, *letters, *pieces, "".join(pieces)]
+    spaces = (" " * count for count in range(2, 64))
+    texts = [*_TEXTS, *spaces, *letters, *pieces, "".join(pieces)]
     for text, encoding in zip(texts, backend.encode_batch(texts), strict=True):
         wanted = tokenizer.encode(text)
         if encoding.ids != wanted or backend.decode(wanted) != tokenizer.decode(wanted):
             raise UserError(
-                f"{tokenizer.name} cannot be written as a tokenizer.json: {text[:40]!r} would be "
-                "other tokens there, or come back otherwise. Only byte pair encoding that keeps "
-                "texts as they are can be (normalization_rule_name=identity, byte_fallback=True, "
+                f"{tokenizer.name} cannot be written as a tokenizer.json: {text[:40]!r}, a text of "
+                f"{len(text)} characters, would be other tokens there, or come back otherwise. "
+                "Most byte pair encodings that keep texts as they are can be, and no others "
+                "(normalization_rule_name=identity, byte_fallback=True, "
                 "remove_extra_whitespaces=False)"
             )
     return backend
@@ -43,9 +45,10 @@ def _convert(processor: Any) -> Backend:
     special = [i for i in range(len(names)) if processor.is_control(i) or processor.is_unknown(i)]
     bytes_ = [i for i in range(len(names)) if processor.is_byte(i)]
     parts = {name: i for i, name in enumerate(names) if i not in {*special, *bytes_}}
-    # A better piece is merged before others, of whatever two parts.
+    # A better piece is merged before others, of whatever two parts. Of equal ones, such
+    # as Mistral's spaces, SentencePiece merges the leftmost, which so grows: the longest left part.
     merges = [
-        (-processor.get_score(number), parts[name[:k]], parts[name[k:]], (name[:k], name[k:]))
+        (-processor.get_score(number), -k, parts[name[:k]], parts[name[k:]], (name[:k], name[k:]))
         for name, number in parts.items()
         for k in range(1, len(name))
         if name[:k] in parts and name[k:] in parts
