@@ -1,12 +1,16 @@
 """The text that a model's folder tells, or another in its place, opened for an evaluation."""
 
+import json
 from dataclasses import replace
 
 import pytest
+from mezzo_core.cli import Paper, make_app
+from mezzo_core.cli import run as run_app
 from mezzo_core.config_json import to_json
-from mezzo_core.data import DataConfig, MixtureConfig
+from mezzo_core.data import AnswersConfig, DataConfig, MixtureConfig
 from mezzo_core.errors import UserError
 from mezzo_core.inputs import open_told_data, told_tokenizer
+from mezzo_core.nn import AttentionConfig, LMConfig, save_model
 
 
 def opened(config, folder, **options):
@@ -75,3 +79,28 @@ def test_a_model_that_tells_no_tokenizer_takes_one_with_the_text(tmp_path):
         open_told_data({}, tmp_path, 257, source, "byte", whole=True)
     name, rows = open_told_data({}, tmp_path, 257, source, "byte", 5, whole=True)
     assert (name, rows.num_validation_bytes) == (source, 3)
+
+
+TRAINED_ON = {
+    "a text": DataConfig(text_column="body"),
+    "a stream": DataConfig("a.txt", streaming=True),
+    "a mixture": MixtureConfig((DataConfig(), DataConfig("a.txt")), (1, 1)),
+    "examples": AnswersConfig(DataConfig("a.jsonl")),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED_ON)
+def test_a_model_of_any_text_is_measured_by_the_answers_to_other_prompts(tmp_path, capsys, name):
+    file = tmp_path / "sft.jsonl"
+    file.write_text('{"prompt": "a", "answer": "bc"}\n{"prompt": "def", "answer": "g"}\n')
+    extra = {"data": to_json(TRAINED_ON[name]), "seq_len": 5, "tokenizer": "byte"}
+    _, rows = open_told_data(extra, tmp_path, 257, str(file), answers=True, whole=True)
+    (batch,) = rows.validation_batches(2)
+    assert batch.targets[batch.targets != -100].tolist() == [*b"bc", 256, *b"g", 256]
+    config = LMConfig(vocab_size=257, d_model=8, mixers=(AttentionConfig(head_dim=8),))
+    save_model(config.build(), config, tmp_path / "model", extra)
+    words = ["eval", str(tmp_path), "--sft", str(file), "--all", "--device", "cpu"]
+    with pytest.raises(SystemExit):
+        run_app(make_app(Paper("mezzo-x", "x", "0.1.0", dict)), words)
+    told = json.loads(capsys.readouterr().out)
+    assert (told["data"], told["tokens"]) == (str(file), 5)

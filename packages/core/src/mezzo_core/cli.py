@@ -34,6 +34,7 @@ from mezzo_core.options import (
     SkipBad,
     TaskFolder,
     Tasks,
+    TestedAnswers,
     TextColumn,
     TokenizerName,
 )
@@ -187,6 +188,7 @@ def _add_eval(app: typer.Typer) -> None:
     def eval_command(
         run: Annotated[Path, typer.Argument(help="A training run's folder, or its model/.")],
         data: Data = None,
+        sft: TestedAnswers = None,
         text_column: TextColumn = None,
         skip_bad: SkipBad = None,
         whole: Annotated[bool, typer.Option("--all", help="Also what was trained on.")] = False,
@@ -212,7 +214,7 @@ def _add_eval(app: typer.Typer) -> None:
     ) -> None:
         """Measure perplexity and accuracy on held-out text, or what `--tasks` or a file ask.
 
-        The text is the validation part of `--data`.
+        The text is the validation part of `--data`, or the answers in that of `--sft`.
         """
         from mezzo_core.device import told_device
         from mezzo_core.eval.evaluate import evaluate
@@ -223,11 +225,13 @@ def _add_eval(app: typer.Typer) -> None:
         asks = tasks is not None or longbench is not None
         if asks:
             of_texts = {"text_column": text_column, "skip_bad": skip_bad, "all": whole}
-            _refuse("goes without --tasks and --longbench", data=data, **of_texts)
+            _refuse("goes without --tasks and --longbench", data=data, sft=sft, **of_texts)
         else:
             _refuse("goes with --tasks or --longbench", limit=limit)
         if tasks is None:
             _refuse("goes with --tasks", task_folder=task_folder, num_fewshot=num_fewshot)
+        if sft is not None:
+            _refuse("goes without --sft", data=data)
         folder, chosen, allowed = find_model(run), told_device(device), allow_package or ()
         model, _, extra = load_model(folder, device=chosen, allow_packages=allowed)
         if asks:
@@ -241,8 +245,9 @@ def _add_eval(app: typer.Typer) -> None:
             return
         how: dict[str, Any] = {"text_column": text_column, "skip_bad": skip_bad, "whole": whole}
         name, rows = open_told_data(
-            extra, folder, model.vocab_size, data, tokenizer, seq_len, allowed, **how
-        )
+            extra, folder, model.vocab_size, data if sft is None else sft, tokenizer, seq_len,
+            allowed, answers=sft is not None, **how,
+        )  # fmt: skip
         with values_of_the_user():
             result = evaluate(
                 model,

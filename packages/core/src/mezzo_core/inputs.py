@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mezzo_core.config_json import from_json, to_json
+from mezzo_core.data.answers import AnswersConfig
 from mezzo_core.data.batches import BatchSource
 from mezzo_core.data.config import DataConfig
 from mezzo_core.data.corpora import read_lines
@@ -154,6 +155,7 @@ def open_told_data(
     seq_len: int | None = None,
     allow_packages: Sequence[str] = (),
     *,
+    answers: bool = False,
     text_column: str | None = None,
     skip_bad: bool | None = None,
     whole: bool = False,
@@ -169,6 +171,7 @@ def open_told_data(
         tokenizer: where the model's tokenizer is now, if it is not where it was.
         seq_len: tokens a row; as the model was trained by default.
         allow_packages: packages besides mezzo's own that may have defined the task.
+        answers: whether `source` holds prompts with answers (see `AnswersConfig`), and no text.
         text_column: the field of the text, if it is not the one that was trained on.
         skip_bad: whether to leave out records without text; as in training by default.
         whole: hold out all of the text.
@@ -194,6 +197,9 @@ def open_told_data(
         if source:
             texts = texts_of(config)
             config = next((text for text in texts if text.source == source), texts[0])
+        if answers:
+            usual: dict[str, Any] = {"text_column": DataConfig.text_column, "streaming": False}
+            config = AnswersConfig(replace(texts_of(config)[0], **usual))
         if whole and any(text.streaming for text in texts_of(config)):
             raise UserError(f"{folder}: its data is a stream, which cannot be held out as a whole")
         options: dict[str, Any] = {

@@ -34,6 +34,14 @@ Answers = Annotated[
         "--data.",
     ),
 ]
+TestedAnswers = Annotated[
+    str | None,
+    typer.Option(
+        "--sft",
+        help="Measure answers alone, after their prompts: files as those of `train --sft`. Takes "
+        "the place of --data.",
+    ),
+]
 ValidationData = Annotated[
     str | None,
     typer.Option(help="A text to validate on, as --data. Default: a part of --data, held out."),

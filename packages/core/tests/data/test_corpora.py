@@ -124,6 +124,7 @@ def test_a_long_text_file_comes_in_pieces_that_join_to_it(tmp_path, monkeypatch)
     [
         ('{"text": "broken', "line 2: not JSON"),
         ('{"body": "no text"}', "line 2: no field 'text'; there is 'body'"),
+        ('{"prompt": "a"}', "line 2: no field 'text'; .*; --sft reads prompts with answers"),
         ('{"text": null}', "line 2: 'text' must be text, got NoneType"),
         (r'{"text": "\ud800"}', "line 2: 'text' is not Unicode"),
         ("[1]", "line 2: a JSON object is needed, got list"),

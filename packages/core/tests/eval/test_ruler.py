@@ -184,6 +184,8 @@ def test_the_command_measures_the_tasks_by_their_names(model, tmp_path, capsys):
     for words, told in (
         (("--tasks", "ruler_fwe", "--all"), "--all goes without --tasks and --longbench"),
         (("--tasks", "ruler_fwe", "--data", "x"), "--data goes without --tasks and --longbench"),
+        (("--tasks", "ruler_fwe", "--sft", "x"), "--sft goes without --tasks and --longbench"),
+        (("--data", "x", "--sft", "x"), "--data goes without --sft"),
         (("--limit", "2"), "--limit goes with --tasks or --longbench"),
         (("--longbench", "x", "--num-fewshot", "1"), "--num-fewshot goes with --tasks"),
     ):

@@ -4,7 +4,6 @@ import csv
 import gzip
 import hashlib
 import io
-import itertools
 import json
 import logging
 import lzma
@@ -285,10 +284,12 @@ def _read_parquet(path: Path, records: Records) -> Iterator[Piece]:
 
 
 def _missing_column(text_column: str, names: Iterable[str], where: str) -> str:
-    shown = [repr(name) for name in itertools.islice(names, 10)]
+    names = list(names)
+    shown = ", ".join(map(repr, names[:10]))
+    advice = "; --sft reads prompts with answers" if {"prompt", "messages"} & {*names} else ""
     return (
-        f"{where}: no field {text_column!r}; there is {', '.join(shown) or 'none'}, which "
-        "text_column (--text-column) can name"
+        f"{where}: no field {text_column!r}; there is {shown or 'none'}, which "
+        f"text_column (--text-column) can name{advice}"
     )
 
 
