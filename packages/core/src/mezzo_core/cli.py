@@ -298,6 +298,8 @@ def _add_bench(app: typer.Typer, load: Callable[[], Bench]) -> None:
         if out is not None:
             check_writable(out, is_folder=True)
         load()(chosen, quick, out, only or ())
+        if out is not None:
+            show(f"the results are in {out}")
 
 
 def _add_reproduce(app: typer.Typer, load: "Callable[[], Reproduction]") -> None:
