@@ -15,7 +15,8 @@ from mezzo_core.data.corpora import read_lines
 from mezzo_core.data.hub import HUB_PREFIX
 from mezzo_core.data.mixture import MixtureConfig
 from mezzo_core.data.texts import TextConfig, absolute_tokenizer, change_texts, texts_of
-from mezzo_core.data.tokenizers import Tokenizer, load_tokenizer
+from mezzo_core.data.tokenizer_files import load_tokenizer
+from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.nn.checkpoint import CONFIG, count_weights, describe_model, find_model
 from mezzo_core.nn.on_meta import build_on_meta

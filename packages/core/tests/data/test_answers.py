@@ -10,7 +10,8 @@ import torch
 from mezzo_core.data import NO_TARGET, AnswersConfig, DataConfig
 from mezzo_core.data.continuations import Continuations
 from mezzo_core.data.examples import Part, encode_chat, encode_example, parse_example
-from mezzo_core.data.tokenizers import ByteTokenizer, load_tokenizer
+from mezzo_core.data.tokenizer_files import load_tokenizer
+from mezzo_core.data.tokenizers import ByteTokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.nn import AttentionConfig, LMConfig
 from mezzo_core.testing.damage import damages, json_damages

@@ -12,7 +12,7 @@ from mezzo_core.cli import Paper, make_app
 from mezzo_core.cli import run as run_app
 from mezzo_core.config_json import to_json
 from mezzo_core.data import DataConfig
-from mezzo_core.data.tokenizers import load_tokenizer
+from mezzo_core.data.tokenizer_files import load_tokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.hub import MezzoConfig, MezzoForCausalLM
 from mezzo_core.hub.folder import export_model, import_model

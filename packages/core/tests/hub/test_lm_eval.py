@@ -8,7 +8,7 @@ import torch
 from lm_eval.api.instance import Instance
 from mezzo_core.cli import Paper, make_app
 from mezzo_core.cli import run as run_app
-from mezzo_core.data.tokenizers import load_tokenizer
+from mezzo_core.data.tokenizer_files import load_tokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.hub.lm_eval import MezzoEvalLM, evaluate_tasks
 from mezzo_core.nn import AttentionConfig, LMConfig, generate

@@ -6,7 +6,7 @@ import struct
 import pytest
 import sentencepiece
 from mezzo_core.data.embedded import embedded_documents
-from mezzo_core.data.tokenizers import load_tokenizer
+from mezzo_core.data.tokenizer_files import load_tokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.hub.tokenizer import to_transformers
 

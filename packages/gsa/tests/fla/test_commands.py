@@ -6,7 +6,7 @@ import pytest
 import torch
 from mezzo_core.config_json import to_json
 from mezzo_core.data import DataConfig
-from mezzo_core.data.tokenizers import load_tokenizer
+from mezzo_core.data.tokenizer_files import load_tokenizer
 from mezzo_core.nn import LMConfig, generate
 from mezzo_core.nn.checkpoint import load_model, save_model
 from mezzo_core.nn.mlp import MLPConfig

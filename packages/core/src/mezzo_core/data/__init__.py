@@ -7,7 +7,8 @@ from mezzo_core.data.mixture import MixtureConfig
 from mezzo_core.data.rows import Rows, RowsData
 from mezzo_core.data.stop_texts import stop_texts
 from mezzo_core.data.stream_decoder import StreamDecoder
-from mezzo_core.data.tokenizers import Tokenizer, load_tokenizer
+from mezzo_core.data.tokenizer_files import load_tokenizer
+from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.ops.linear_cross_entropy import NO_TARGET
 
 __all__ = [

@@ -15,7 +15,8 @@ from mezzo_core.data.batches import Batch, BatchSource, check_batch_size, make_b
 from mezzo_core.data.config import DataConfig
 from mezzo_core.data.continuations import Continuations
 from mezzo_core.data.examples import encode_example, parse_example, read_examples
-from mezzo_core.data.tokenizers import Tokenizer, load_tokenizer
+from mezzo_core.data.tokenizer_files import load_tokenizer
+from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.errors import UserError
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,8 @@ from mezzo_core.data.streaming import StreamedText
 from mezzo_core.data.text_stream import open_stream
 from mezzo_core.data.tokenized_corpus import tokenize_corpus
 from mezzo_core.data.tokenized_text import TokenizedText
-from mezzo_core.data.tokenizers import keeps_line_breaks, load_tokenizer
+from mezzo_core.data.tokenizer_files import load_tokenizer
+from mezzo_core.data.tokenizers import keeps_line_breaks
 from mezzo_core.errors import UserError
 
 logger = logging.getLogger(__name__)

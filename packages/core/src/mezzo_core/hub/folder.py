@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from mezzo_core.config_json import from_json, to_json
 from mezzo_core.data.texts import TextConfig, change_texts
-from mezzo_core.data.tokenizers import Tokenizer, load_tokenizer
+from mezzo_core.data.tokenizer_files import load_tokenizer
+from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.files import read_json
 from mezzo_core.hub.config import MezzoConfig, allowing
