@@ -55,7 +55,7 @@ _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 class _Commands(TyperGroup):
-    """Says where a training stands that Ctrl-C or SIGTERM has ended, in whatever command."""
+    """Says where a training stands that a signal has ended, in whatever command."""
 
     def invoke(self, ctx: Any) -> Any:
         try:

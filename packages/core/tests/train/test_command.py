@@ -40,7 +40,7 @@ def one_line(result):
     return err
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
 def test_a_stopped_command_says_where_and_leaves_with_its_code(
     command, tmp_path, monkeypatch, name, code
 ):

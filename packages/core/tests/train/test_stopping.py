@@ -1,5 +1,6 @@
-"""Ctrl-C and SIGTERM: the step is finished and saved, and the run says where it stands."""
+"""Ctrl-C, SIGTERM and SIGHUP: the step is finished and saved, and the run says where it stands."""
 
+import io
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ from mezzo_core.train.loop import train
 from mezzo_core.train.stopping import StoppedError, watch_signals
 
 SIGNALS = [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")]
+SIGNALS += [(signal.SIGHUP, 129, "SIGHUP")]
 
 
 def send(number, step):
@@ -84,6 +86,28 @@ def test_a_second_signal_leaves_at_once_whatever_libraries_make_of_it(tiny, tmp_
     assert train(tiny(), tmp_path, quiet=True).steps == 6
 
 
+def test_a_closed_terminal_is_told_twice_and_the_step_still_saved(tiny, tmp_path):
+    """A shell that ends sends SIGHUP again."""
+
+    def on_step(row):
+        if row["step"] == 3:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGHUP)
+
+    error = stopped(tiny(checkpoint_every=100), tmp_path, on_step=on_step)
+    assert "stopped by SIGHUP after step 3 of 6" in str(error)
+
+
+@pytest.mark.parametrize("gone", [BrokenPipeError, OSError])
+def test_a_run_goes_on_when_nobody_can_read_along(tiny, tmp_path, monkeypatch, capsys, gone):
+    class Gone(io.StringIO):
+        def write(self, _):
+            raise gone
+
+    monkeypatch.setattr("sys.stderr", Gone())
+    assert train(tiny(), tmp_path).steps == 6
+
+
 def test_a_signal_while_the_data_is_read_ends_the_start(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "copy_weights", None)  # not reached
 
@@ -104,15 +128,16 @@ def test_a_signal_after_the_last_step_is_not_forgotten(tiny, tmp_path):
     assert train(tiny(), tmp_path, quiet=True).val_loss is not None
 
 
-def test_an_ignored_signal_stays_ignored():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_an_ignored_signal_stays_ignored(number):
+    before = signal.signal(number, signal.SIG_IGN)
     try:
         with watch_signals() as request:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
             assert not request.is_made
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert signal.getsignal(number) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
 
 
 @pytest.fixture

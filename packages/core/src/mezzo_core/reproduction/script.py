@@ -109,8 +109,8 @@ def run_script(
             cannot.
 
     Returns:
-        The exit code: 0, 2 after a mistake that the user can mend, 130 or 143 where Ctrl-C or
-        SIGTERM ended a training. One line tells of it.
+        The exit code: 0, 2 after a mistake that the user can mend, 130, 143 or 129 where Ctrl-C,
+        SIGTERM or SIGHUP ended a training. One line tells of it.
     """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     add = parser.add_argument

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -176,7 +176,9 @@ class RunLog:
     def _say(self, text: str) -> None:
         line = printable(f"{self.config.name}: {text}")
         if self._bar is not None or self._lines:
-            show(line, self._console)
+            # Who reads along may be gone, such as a terminal: rich exits then, and the run goes on.
+            with suppress(OSError, SystemExit):
+                show(line, self._console)
         elif self.active:
             logger.info(line)
 

@@ -105,8 +105,8 @@ def train(
     The folder `out` gets config.json, log.jsonl (log.csv at the end), loss.png, checkpoints/step-N
     and model/, which `mezzo_core.nn.checkpoint.load_model` reads. If a run is killed, at whatever
     moment, the same call continues it from its newest complete checkpoint. On a CPU the losses are
-    then bit for bit those of an uninterrupted run. After Ctrl-C or SIGTERM the run finishes its
-    step, saves a checkpoint and ends; a second one ends it at once.
+    then bit for bit those of an uninterrupted run. After Ctrl-C, SIGTERM or SIGHUP the run finishes
+    its step, saves a checkpoint and ends; a second one (but SIGHUP) ends it at once.
 
     Args:
         config: configuration of the run.
@@ -122,7 +122,7 @@ def train(
             another configuration or on other data; or if the disk is full, in which case the last
             checkpoint is intact.
         DivergenceError: if the loss explodes, or becomes NaN or infinite.
-        StoppedError: (a KeyboardInterrupt) after Ctrl-C or SIGTERM.
+        StoppedError: (a KeyboardInterrupt) after Ctrl-C, SIGTERM or SIGHUP.
     """
     out, joined = Path(out), join_world(device, config.context_parallel)
     with watch_signals() as stop, joined as world, ExitStack() as stack:

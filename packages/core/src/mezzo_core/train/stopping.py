@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a run finishes its step and saves it before it ends."""
+"""Ctrl-C, SIGTERM and SIGHUP: a run finishes its step and saves it before it ends."""
 
 import os
 import signal
@@ -8,16 +8,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_HANGUP = getattr(signal, "SIGHUP", None)  # of a closed terminal; Windows has none
+_SIGNALS = tuple(filter(None, (signal.SIGINT, signal.SIGTERM, _HANGUP)))
 # Most launchers that end their processes kill those that are still running after thirty seconds.
 _PATIENCE_SECONDS = 20.0
 
 
 class StoppedError(KeyboardInterrupt):
-    """A run has ended because of Ctrl-C or SIGTERM; the message says where it can be resumed.
+    """A run was ended by Ctrl-C, SIGTERM or SIGHUP; the message says where it can be resumed.
 
     Attributes:
-        exit_code: the exit code for a command: 130 after Ctrl-C, 143 after SIGTERM.
+        exit_code: the exit code for a command: 130 after Ctrl-C, 143 after SIGTERM, 129 after
+            SIGHUP.
     """
 
     def __init__(self, number: int, message: str) -> None:
@@ -57,7 +59,7 @@ class StopRequest:
 
     def handle(self, number: int, _: FrameType | None) -> None:
         """Handle a signal."""
-        is_second = self.is_made
+        is_second = self.is_made and number != _HANGUP  # which a shell that ends sends again
         self.signal = self.signal or number
         if not self._defers or (is_second and self._again_is_urgent):
             self.is_urgent = True
@@ -66,10 +68,10 @@ class StopRequest:
 
 @contextmanager
 def watch_signals() -> Iterator[StopRequest]:
-    """Turn Ctrl-C and SIGTERM into a request, and restore their earlier handlers at the end.
+    """Turn Ctrl-C, SIGTERM and SIGHUP into a request, and restore their handlers at the end.
 
     Python allows this in the main thread only; in another thread the handlers stay as they are. A
-    signal that is ignored, as Ctrl-C is for a background job, stays ignored.
+    signal that is ignored, as SIGHUP is by nohup, stays ignored.
     """
     request = StopRequest()
     before = {}
