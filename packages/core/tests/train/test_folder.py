@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -178,6 +179,17 @@ def test_a_file_of_the_users_in_the_models_folder_is_told_before_a_step(tiny, tm
     assert content(tmp_path) == before
     notes.unlink()
     assert train(replace(config, steps=4), tmp_path, quiet=True, resume=resume).steps == 4
+
+
+def test_a_model_whose_checkpoints_are_gone_is_not_trained_over(tiny, tmp_path):
+    config = tiny(steps=2)
+    train(config, tmp_path, quiet=True)
+    shutil.rmtree(tmp_path / "checkpoints")
+    before = content(tmp_path)
+    assert "holds a trained model, but no checkpoint" in refused(config, tmp_path)
+    assert content(tmp_path) == before
+    shutil.rmtree(tmp_path / "model")  # a run that was killed before its first checkpoint has none
+    assert train(config, tmp_path, quiet=True).steps == 2
 
 
 def test_starting_over_keeps_what_a_user_has_beside_the_checkpoints(tiny, tmp_path):

@@ -117,7 +117,8 @@ class Checkpoints:
 
         Raises:
             UserError: if all checkpoints are damaged, or the newest undamaged one belongs to
-                another model or an older version. The model's weights are then undefined.
+                another model or an older version; the model's weights are then undefined. Or if
+                there is none, but a trained model, which is saved after a checkpoint.
         """
         damages: list[str] = []
         for step, folder in reversed(self.world.each(self._finished)[0]):
@@ -139,6 +140,12 @@ class Checkpoints:
             raise UserError(
                 f"no checkpoint in {self.folder} can be read ({damages[0]}): put back a copy, "
                 "start over with --fresh, or train into another folder"
+            )
+        if self.world.each((self.folder.parent / "model").exists)[0]:
+            raise UserError(
+                f"{self.folder.parent} holds a trained model, but no checkpoint to go on from: put "
+                "back a copy, start over with --fresh, which removes the model, or train into "
+                "another folder"
             )
         return None
 
