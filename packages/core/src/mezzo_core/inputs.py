@@ -4,6 +4,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from glob import has_magic
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from mezzo_core.data.answers import AnswersConfig
 from mezzo_core.data.batches import BatchSource
 from mezzo_core.data.config import DataConfig
 from mezzo_core.data.corpora import read_lines
+from mezzo_core.data.find import existing_path
 from mezzo_core.data.hub import HUB_PREFIX
 from mezzo_core.data.mixture import MixtureConfig
 from mezzo_core.data.texts import TextConfig, absolute_tokenizer, change_texts, texts_of
@@ -215,6 +217,8 @@ def open_told_data(
             changes["validation_source"] = None
         config = change_texts(config, **changes)
         held_out = {**extra, "fingerprint": None} if source or whole else extra
+        if not source:
+            _find_texts(config, folder)
         text = _open_text(config, length, vocab_size, held_out)
         return " + ".join(t.validation_source or t.source for t in texts_of(config)), text
     try:
@@ -225,6 +229,19 @@ def open_told_data(
     if not isinstance(rows, BatchSource):
         raise UserError(f'{folder}/config.json: "data" must be of DataConfig, got {config!r:.60}')
     return type(config).__name__, rows
+
+
+def _find_texts(config: TextConfig, folder: Path) -> None:
+    """Check that the files that a training read are there; a path may be of another folder."""
+    for text in texts_of(config):
+        for name in filter(None, (text.source, text.validation_source)):
+            is_file = name != "embedded" and not name.startswith(HUB_PREFIX)
+            if is_file and existing_path(name) is None and not has_magic(name):
+                told = "--data with --all" if text.validation_source else "--data"
+                raise UserError(
+                    f"{folder}: no file or folder {name!r}, which its training read: {told} can "
+                    f"tell where {(text.validation_source or name)!r} is now"
+                )
 
 
 def _open_text(

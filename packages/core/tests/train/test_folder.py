@@ -229,6 +229,24 @@ def test_without_a_checkpoint_the_corpus_may_change(tiny, tmp_path):
     train(config, tmp_path, quiet=True, resume=False)
 
 
+def test_a_text_is_known_by_its_name_where_its_tokens_do_not_tell(tiny, tmp_path):
+    """In the hub, in a run of before, and before a checkpoint."""
+    config, checkpoint = tiny(), tmp_path / "checkpoints" / "step-1"
+    claim(tmp_path, config)
+    checkpoint.mkdir(parents=True)
+    for source in ("moved.txt", "hub:a/b"):
+        moved = replace(config, data=replace(config.data, source=source))
+        with pytest.raises(UserError, match=r"data\.source is .* there"):
+            check_folder(tmp_path, moved, resume=True, may_move=source != "moved.txt")
+    moved = replace(config, data=replace(config.data, source="moved.txt"))
+    check_folder(tmp_path, moved, resume=True, may_move=True)
+    for path in (checkpoint, tmp_path / "corpus.json"):
+        path.rename(tmp_path / "away")
+        with pytest.raises(UserError, match=r"data\.source is .* there"):
+            check_folder(tmp_path, moved, resume=True, may_move=True)
+        (tmp_path / "away").rename(path)
+
+
 def test_new_text_that_a_stream_cannot_go_on_with_is_not_the_run_s(tiny, tmp_path):
     """The run goes on with its own text, once that is back."""
     text, out = tmp_path / "lines.jsonl", tmp_path / "run"

@@ -1,10 +1,11 @@
 """A trained model knows its text and its tokenizer again, wherever they are."""
 
+import json
 import shutil
 from dataclasses import replace
 
 import pytest
-from mezzo_core.data import DataConfig, MixtureConfig
+from mezzo_core.data import AnswersConfig, DataConfig, MixtureConfig
 from mezzo_core.errors import UserError
 from mezzo_core.inputs import open_told_data, start_from, told_tokenizer
 from mezzo_core.nn.checkpoint import describe_model
@@ -55,6 +56,15 @@ def test_a_model_cannot_make_its_reader_take_files_of_the_current_folder_for_the
             told_tokenizer(crafted, folder, 257)
 
 
+def test_a_text_that_has_moved_is_told_by_its_new_place(trained):
+    folder, texts = trained
+    held_out = opened(folder).num_validation_bytes
+    there = str(texts.rename(texts.with_name("there")))
+    with pytest.raises(UserError, match=f"no file or folder '{texts}', which its training read: "):
+        opened(folder)
+    assert opened(folder, source=there).num_validation_bytes == held_out
+
+
 def a_tokenizer(folder, first):
     """Write a tokenizer of 256 bytes and an end token that begins with this byte."""
     library = pytest.importorskip("tokenizers")
@@ -99,3 +109,44 @@ def test_a_model_of_before_knows_neither(trained):
     older = {k: v for k, v in extra.items() if k not in ("fingerprint", "tokenizer_identity")}
     open_told_data(older, folder, 257)
     assert told_tokenizer(older, folder, 257).vocab_size == 257
+
+
+READ = {
+    "a text": lambda text: text,
+    "a stream": lambda text: replace(text, streaming=True),
+    "a mixture": lambda text: MixtureConfig((text, text), (1, 2)),
+    "answers": AnswersConfig,
+}
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_a_run_goes_on_with_texts_and_a_tokenizer_that_have_moved(tiny, tmp_path, rows_of, kind):
+    here, run = tmp_path / "here", tmp_path / "run"
+    here.mkdir()
+    a_tokenizer(here, 0)
+    told = {"text": "half of the notes", "prompt": "half of", "answer": " the notes"}
+    names = ("text",) if kind != "answers" else ("prompt", "answer")
+    line = json.dumps({name: told[name] for name in names}) + "\n"
+    (here / "lines.jsonl").write_text(line * 200)
+    (here / "held_out.jsonl").write_text(line * 9)
+
+    def config(folder, steps):
+        paths = (f"{folder}/{name}" for name in ("lines.jsonl", "", "held_out.jsonl"))
+        fields = ("source", "tokenizer", "validation_source")
+        data = READ[kind](DataConfig(**dict(zip(fields, paths, strict=True))))
+        return tiny(data=data, steps=steps)
+
+    train(config(here, 2), run, quiet=True)
+    there = here.rename(tmp_path / "there")
+    assert train(config(there, 4), run, quiet=True).steps == 4
+    with (there / "held_out.jsonl").open("a") as file:
+        file.write(line)
+    here.mkdir()
+    for path in there.iterdir():
+        shutil.copy(path, here)
+    with pytest.raises(UserError, match="are not those that the run") as error:
+        train(config(here, 6), run, quiet=True)
+    assert "here/lines.jsonl' or '" in str(error.value)
+    assert "here/held_out.jsonl'" in str(error.value)
+    assert "source is '" in str(error.value)
+    assert [row["step"] for row in rows_of(run)] == [1, 2, 3, 4]

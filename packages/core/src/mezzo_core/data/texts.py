@@ -20,6 +20,12 @@ def texts_of(config: TextConfig) -> tuple[DataConfig, ...]:
     return (config.text if isinstance(config, AnswersConfig) else config,)
 
 
+def name_texts(config: TextConfig) -> str:
+    """Return the sources of all texts, and of those to validate on, for messages."""
+    held_out = dict.fromkeys(text.validation_source for text in texts_of(config))
+    return " or ".join(repr(name) for name in (config.source, *held_out) if name)
+
+
 def change_texts(config: TextConfig, **changes: Any) -> TextConfig:
     """Return the configuration with other values of these fields in each of its texts."""
     texts = tuple(replace(text, **changes) for text in texts_of(config))

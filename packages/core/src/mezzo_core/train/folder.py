@@ -15,7 +15,8 @@ from filelock import FileLock, Timeout
 
 from mezzo_core.config_json import to_json, with_defaults
 from mezzo_core.data import SourceConfig
-from mezzo_core.data.texts import TextConfig
+from mezzo_core.data.hub import HUB_PREFIX
+from mezzo_core.data.texts import TextConfig, name_texts
 from mezzo_core.errors import UserError
 from mezzo_core.files import acquire, read_json, write_whole
 from mezzo_core.nn.checkpoint import check_replaceable
@@ -42,13 +43,15 @@ CHANGEABLE = frozenset(
         "data.skip_bad",
     }
 )
+# Fields that say where texts and the tokenizer are: these may move if the tokens are the same.
+_PLACE = re.compile(r"data(\.text|\.texts\[\d+\])?\.(source|validation_source|tokenizer)")
 _CONFIG, _CORPUS, _LOCK = "config.json", "corpus.json", ".mezzo.lock"
 # The other files of a run, which starting over removes.
 _WRITTEN = ("checkpoints", "model", "tensorboard", "log.jsonl", "log.csv", "loss.png", _CORPUS)
 _TYPE = f"{TrainConfig.__module__}:{TrainConfig.__name__}"
 
 
-def check_folder(out: Path, config: TrainConfig, *, resume: bool) -> None:
+def check_folder(out: Path, config: TrainConfig, *, resume: bool, may_move: bool = False) -> None:
     """Check that this run may use a folder, without changing anything in it.
 
     A folder belongs to a run if its config.json has the type of a `TrainConfig`. A folder may also
@@ -59,6 +62,8 @@ def check_folder(out: Path, config: TrainConfig, *, resume: bool) -> None:
         config: configuration of the run that wants to use it.
         resume: whether to continue the run in the folder. That run must then have the same
             configuration, except for `CHANGEABLE` fields.
+        may_move: whether its texts and its tokenizer may be elsewhere now, if it has a checkpoint.
+            Then `check_corpus` compares their tokens, once they are read.
 
     Raises:
         UserError: if the folder has files that may not be a run's, or holds a different run, or
@@ -86,7 +91,10 @@ def check_folder(out: Path, config: TrainConfig, *, resume: bool) -> None:
             "train into another folder"
         )
     if resume:
-        _refuse_another(out, with_defaults(found, config), to_json(config))
+        # `check_corpus` reads corpus.json, which older versions did not write, to go on.
+        begun = (out / _CORPUS).exists() and any((out / "checkpoints").glob("step-*"))
+        may_move = may_move and begun
+        _refuse_another(out, with_defaults(found, config), to_json(config), may_move=may_move)
     elif config.init_from and Path(config.init_from).resolve() == (out / "model").resolve():
         raise UserError(
             f"starting over in {out} would remove the model that it is to start from: "
@@ -135,7 +143,7 @@ def claim_folder(out: Path, config: TrainConfig, fingerprint: str, *, resume: bo
     Raises:
         UserError: as in `check_folder`, or if the folder cannot be written.
     """
-    check_folder(out, config, resume=resume)
+    check_folder(out, config, resume=resume, may_move=True)
     with _explained(out):
         if not resume:
             _remove_run(out)
@@ -188,8 +196,10 @@ def _holder(path: Path) -> str:
     return "another run"
 
 
-def _refuse_another(out: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    differences = _differences(found, wanted)
+def _refuse_another(
+    out: Path, found: dict[str, Any], wanted: dict[str, Any], *, may_move: bool
+) -> None:
+    differences = _differences(found, wanted, may_move=may_move)
     if differences:
         shown = "; ".join(differences[:3])
         more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
@@ -199,9 +209,9 @@ def _refuse_another(out: Path, found: dict[str, Any], wanted: dict[str, Any]) ->
         )
 
 
-def _differences(found: Any, wanted: Any, name: str = "") -> list[str]:
+def _differences(found: Any, wanted: Any, name: str = "", *, may_move: bool = False) -> list[str]:
     """List the differences between two JSON values, one phrase each, but for what may change."""
-    if name in CHANGEABLE:
+    if name in CHANGEABLE or (may_move and _is_place(name, found, wanted)):
         return []
     if isinstance(found, dict) and isinstance(wanted, dict):
         keys = dict.fromkeys([*found, *wanted])
@@ -216,7 +226,17 @@ def _differences(found: Any, wanted: Any, name: str = "") -> list[str]:
         return [f"{name} has {len(found)} items there, {len(wanted)} here"]
     else:  # shortened, because the value in the file may be anything
         return [f"{name} is {reprlib.repr(found)} there, {reprlib.repr(wanted)} here"]
-    return [phrase for key, old, new in pairs for phrase in _differences(old, new, key)]
+    lists = (_differences(old, new, key, may_move=may_move) for key, old, new in pairs)
+    return [phrase for phrases in lists for phrase in phrases]
+
+
+def _is_place(name: str, *values: Any) -> bool:
+    """Tell whether a field says where a text or tokenizer is, whose fingerprint covers all of it.
+
+    That of a stream from the hub does not.
+    """
+    paths = (isinstance(value, str) and not value.startswith(HUB_PREFIX) for value in values)
+    return _PLACE.fullmatch(name) is not None and all(paths)
 
 
 def check_corpus(out: Path, data: SourceConfig, fingerprint: str) -> None:
@@ -229,11 +249,13 @@ def check_corpus(out: Path, data: SourceConfig, fingerprint: str) -> None:
         return
     found = read_json(out / _CORPUS).get("fingerprint")
     if found != fingerprint:
-        source = repr(data.source) if isinstance(data, TextConfig) else str(data)
+        source = name_texts(data) if isinstance(data, TextConfig) else str(data)
+        places = _differences(read_json(out / _CONFIG).get("data"), to_json(data), "data")
+        there = f" ({'; '.join(places)})" if places else ""
         raise UserError(
-            f"the tokens of {source} are not those that the run in {out} was trained on: its "
-            "text or its tokenizer has changed. Restore it, or go on with the new one by "
-            "--new-data (new_data=True)"
+            f"the tokens of {source} are not those that the run in {out} was trained on{there}: "
+            "its text or its tokenizer has changed. Restore it, train into another folder, or go "
+            "on with the new one by --new-data (new_data=True)"
         )
 
 

@@ -128,7 +128,7 @@ def train(
     with watch_signals() as stop, joined as world, ExitStack() as stack:
 
         def open_folder() -> None:
-            check_folder(out, config, resume=resume)
+            check_folder(out, config, resume=resume, may_move=True)
             stack.enter_context(hold_folder(out))
 
         world.first_only(open_folder)
