@@ -16,7 +16,7 @@ from mezzo_core.data.corpora import read_lines
 from mezzo_core.data.find import existing_path
 from mezzo_core.data.hub import HUB_PREFIX
 from mezzo_core.data.mixture import MixtureConfig
-from mezzo_core.data.texts import TextConfig, absolute_tokenizer, change_texts, texts_of
+from mezzo_core.data.texts import TextConfig, absolute_tokenizer, change_texts, name_texts, texts_of
 from mezzo_core.data.tokenizer_files import load_tokenizer
 from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.errors import UserError
@@ -253,7 +253,7 @@ def _open_text(
     rows = config.build(seq_len, None)
     if told.get("fingerprint") not in (None, rows.fingerprint):
         raise UserError(
-            f"{config.source!r} is not the text that the model was trained on: it has changed, "
+            f"{name_texts(config)} is not the text that the model was trained on: it has changed, "
             "and what was held out is not known. Restore it, or give a text by --data"
         )
     return rows

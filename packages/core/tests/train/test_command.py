@@ -159,6 +159,10 @@ def test_a_text_under_another_name_with_bad_records_is_trained_on_when_told(comm
     assert json.loads(shown)["data"] == str(tmp_path / "b.txt")
     assert "no text in" in one_line(command.eval(out, "--text-column", "x"))
     assert command.eval(out, "--data", corpus, "--all")[0] == 0
+    (tmp_path / "b.txt").write_text("of the songs")
+    both = f"'{corpus}' or '{tmp_path / 'b.txt'}'"
+    assert f"{both} is not the text that" in one_line(command.eval(out))
+    assert f"the tokens of {both} are not those" in one_line(command(*told))
 
 
 def test_texts_are_mixed_by_weights_and_measured_together(command, tmp_path):
