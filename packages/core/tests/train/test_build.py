@@ -7,7 +7,7 @@ import pytest
 import torch
 from mezzo_core.nn import BlocksConfig, LMConfig
 from mezzo_core.train import build
-from mezzo_core.train.build import build_model
+from mezzo_core.train.build import build_model, describe
 from mezzo_core.train.distributed import World
 from torch import nn
 from toys.own_keys import OwnKeysConfig
@@ -48,6 +48,12 @@ def test_they_do_so_compiled_in_one_graph(tiny):
     model, loss = build_model(replace(config, activation_checkpointing=True), ALONE)
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(gradients(model, compiled), gradients(*build_model(config, ALONE)))
+
+
+def test_a_cpu_is_said_to_replay_no_graphs(tiny):
+    config = tiny(cuda_graph=True)
+    said = describe(config, config.model.build(), ALONE, 0)
+    assert said.endswith("ops in PyTorch (their kernels need a GPU), no CUDA graphs")
 
 
 @pytest.mark.parametrize("world", [ALONE, ONE_OF_TWO], ids=["alone", "one of two"])

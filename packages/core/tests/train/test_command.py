@@ -205,6 +205,10 @@ def test_texts_are_mixed_by_weights_and_measured_together(command, tmp_path):
             ("--data", "1:a.txt", "--data", "1:b.txt", "--validation-data", "c.txt"),
             "--validation-data goes with one --data, got 2",
         ),
+        (
+            ("--data", "a.txt", "--validation-data", "c.txt", "--validation-fraction", 0.1),
+            "--validation-fraction goes without --validation-data",
+        ),
     ],
 )
 def test_texts_that_cannot_be_mixed_are_one_line(command, tmp_path, monkeypatch, arguments, named):

@@ -144,8 +144,8 @@ def describe(config: TrainConfig, model: LM, world: World, done: int) -> str:
         whole = sharded or (small and world.context == 1)
         reason = "each sequence is shared" if small else "50M parameters or more"
         words.append("compiled whole" if whole else f"compiled by layers ({reason})")
-    if config.cuda_graph and on_gpu:
-        words.append("steps as CUDA graphs")
+    if config.cuda_graph:
+        words.append("steps as CUDA graphs" if on_gpu else "no CUDA graphs")
     if config.activation_checkpointing:
         words.append("activations computed twice")
     if world.size > 1:

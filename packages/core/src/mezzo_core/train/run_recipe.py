@@ -52,12 +52,19 @@ def configure(
         config = _choose_texts(config, data, validation_data)
         if sft is not None:
             config = _choose_answers(config, sft, data)
+        if flags.get("validation_fraction") is not None and _validates_apart(config):
+            raise UserError("--validation-fraction goes without --validation-data")
         built = build_on_meta(config.model, config.name)  # says what does not fit before any work
         if init_from is not None and _shapes(built) != _shapes(build_on_meta(given, init_from)):
             raise UserError("the model of --init-from keeps its shape: leave out what changes it")
         return config
     except ValueError as error:
         raise UserError(with_flags(str(error), flags)) from error
+
+
+def _validates_apart(config: TrainConfig) -> bool:
+    texts = texts_of(config.data) if isinstance(config.data, TextConfig) else ()
+    return any(text.validation_source is not None for text in texts)
 
 
 def _shapes(model: "LM") -> "dict[str, torch.Size]":
