@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from filelock import FileLock
 from mezzo_core.errors import UserError, printable
-from mezzo_core.files import acquire, is_foreign, read_json, write_whole
+from mezzo_core.files import acquire, is_foreign, read_json, remove_scratch, write_whole
 
 
 @pytest.mark.parametrize(
@@ -98,3 +98,12 @@ def test_files_of_other_users_but_root_are_foreign(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000, raising=False)
     owners = {owner: is_foreign(SimpleNamespace(st_uid=owner)) for owner in (0, 1000, 1001)}
     assert owners == {0: False, 1000: False, 1001: True}
+
+
+def test_what_killed_writers_left_is_removed_and_nothing_else(tmp_path):
+    path, left = tmp_path / "config.json", tmp_path / f".config.json.{'0a' * 8}"
+    others = [path, *(tmp_path / f".{name}" for name in ("config.json", "config.json.mine", "x"))]
+    for file in (*others, left, tmp_path / f".log.jsonl.{'0a' * 8}"):
+        file.write_text("")
+    remove_scratch(path)
+    assert set(tmp_path.iterdir()) == {*others, tmp_path / f".log.jsonl.{'0a' * 8}"}

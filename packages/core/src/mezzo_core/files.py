@@ -5,6 +5,7 @@ import os
 import secrets
 import stat
 import sys
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -92,6 +93,18 @@ def write_whole(path: Path, text: str) -> None:
         except BaseException:
             scratch.unlink(missing_ok=True)
             raise
+
+
+def remove_scratch(path: Path) -> None:
+    """Remove the new files that killed calls of `write_whole` left beside `path`.
+
+    No process may be writing `path` at the same time.
+
+    Raises:
+        OSError: if one cannot be removed.
+    """
+    for left in path.parent.glob(f".{escape(path.name)}.{'[0-9a-f]' * 16}"):
+        left.unlink(missing_ok=True)
 
 
 def is_foreign(status: os.stat_result) -> bool:

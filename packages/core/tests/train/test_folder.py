@@ -192,6 +192,16 @@ def test_a_model_whose_checkpoints_are_gone_is_not_trained_over(tiny, tmp_path):
     assert train(config, tmp_path, quiet=True).steps == 2
 
 
+@pytest.mark.parametrize("resume", [True, False])
+def test_what_a_kill_inside_a_write_left_is_removed(tiny, tmp_path, resume):
+    train(tiny(steps=2), tmp_path, quiet=True)
+    before = sorted(content(tmp_path))
+    for name in ("config.json", "corpus.json", "log.jsonl", "log.csv"):
+        (tmp_path / f".{name}.0123456789abcdef").write_text("{")
+    train(tiny(steps=2), tmp_path, quiet=True, resume=resume)
+    assert sorted(content(tmp_path)) == before
+
+
 def test_starting_over_keeps_what_a_user_has_beside_the_checkpoints(tiny, tmp_path):
     train(tiny(steps=4, keep_checkpoints=1), tmp_path, quiet=True)
     notes, lost = tmp_path / "checkpoints" / "notes.txt", tmp_path / "checkpoints" / "step-3"

@@ -50,6 +50,7 @@ def test_a_kill_at_any_change_of_the_folder_costs_nothing(tiny, tmp_path, start_
         resumed = load_model(out / "model")[0].state_dict()
         assert all(torch.equal(resumed[name], value) for name, value in weights.items())
         assert not list(out.glob("checkpoints/.*"))
+        assert [path.name for path in out.glob(".*")] == [".mezzo.lock"]
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 5, 6])

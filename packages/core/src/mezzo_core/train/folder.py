@@ -18,7 +18,7 @@ from mezzo_core.data import SourceConfig
 from mezzo_core.data.hub import HUB_PREFIX
 from mezzo_core.data.texts import TextConfig, name_texts
 from mezzo_core.errors import UserError
-from mezzo_core.files import acquire, read_json, write_whole
+from mezzo_core.files import acquire, read_json, remove_scratch, write_whole
 from mezzo_core.nn.checkpoint import check_replaceable
 from mezzo_core.paths import check_writable
 from mezzo_core.train.config import TrainConfig
@@ -147,6 +147,8 @@ def claim_folder(out: Path, config: TrainConfig, fingerprint: str, *, resume: bo
     with _explained(out):
         if not resume:
             _remove_run(out)
+        for name in (_CONFIG, _CORPUS, "log.jsonl", "log.csv"):
+            remove_scratch(out / name)
         with naming(out / _CONFIG):
             write_whole(out / _CONFIG, json.dumps(to_json(config), indent=2) + "\n")
         with naming(out / _CORPUS):
