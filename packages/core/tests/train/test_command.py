@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from importlib import import_module
 from pathlib import Path
@@ -133,6 +134,14 @@ def test_a_home_is_found(command, tmp_path, monkeypatch):
 def test_a_file_as_the_folder_is_one_line(command, tmp_path):
     (tmp_path / "run").write_text("a file")
     assert str(tmp_path / "run") in one_line(command("--out", tmp_path / "run"))
+
+
+def test_the_last_line_says_on_how_many_tokens_if_not_on_all_that_are_held_out(command, tmp_path):
+    told = ("--out", tmp_path / "run", "--steps", 1, "--quiet")
+    code, out, _ = command(*told)
+    assert re.search(r"validation perplexity [\d.]+ on 256 tokens after 1 steps;", out), code
+    code, out, _ = command(*told, "--eval-batches", "none", "--fresh")
+    assert re.search(r"validation perplexity [\d.]+ after 1 steps;", out), code
 
 
 def test_brackets_in_a_folder_are_shown(command, tmp_path):

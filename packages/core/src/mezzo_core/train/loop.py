@@ -58,6 +58,7 @@ class TrainResult:
         final_loss: training loss of the last step, in nats a token.
         val_loss: validation loss after the last step; None if it was not evaluated.
         val_perplexity: exp(val_loss).
+        val_tokens: how many targets that was, by `eval_batches` maybe not all that are held out.
         val_accuracy: share of the validation targets that the model gave the highest logit.
         tokens_per_second: speed of all processes together, without evaluations and checkpoints.
         steps: optimizer steps done.
@@ -67,6 +68,7 @@ class TrainResult:
     final_loss: float
     val_loss: float | None
     val_perplexity: float | None
+    val_tokens: int | None
     val_accuracy: float | None
     tokens_per_second: float
     steps: int
@@ -354,6 +356,7 @@ def _result(log: RunLog, meter: Meter, steps: int, out: Path) -> TrainResult:
         final_loss=last["loss"],
         val_loss=found.get("val_loss"),
         val_perplexity=found.get("val_perplexity"),
+        val_tokens=found.get("val_tokens"),
         val_accuracy=found.get("val_accuracy"),
         tokens_per_second=meter.tokens_per_second or last["tokens_per_second"],
         steps=steps,

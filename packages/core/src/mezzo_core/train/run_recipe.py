@@ -132,7 +132,9 @@ def run_recipe(config: TrainConfig, out: Path, fresh: bool, new_data: bool, quie
         raise UserError(with_flags(str(error))) from error
     is_first = launched_place().rank == 0  # only one of torchrun's processes prints results
     if is_first and result.val_perplexity is not None:
+        limited = config.eval_batches is not None and result.val_tokens is not None
+        on = f" on {result.val_tokens:,} tokens" if limited else ""
         show(
-            f"{config.name}: validation perplexity {result.val_perplexity:.3f} after "
+            f"{config.name}: validation perplexity {result.val_perplexity:.3f}{on} after "
             f"{result.steps} steps; the model is in {result.out / 'model'}"
         )
