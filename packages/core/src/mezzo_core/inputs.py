@@ -237,6 +237,11 @@ def _find_texts(config: TextConfig, folder: Path) -> None:
         for name in filter(None, (text.source, text.validation_source)):
             is_file = name != "embedded" and not name.startswith(HUB_PREFIX)
             if is_file and existing_path(name) is None and not has_magic(name):
+                if len(texts_of(config)) > 1:
+                    raise UserError(
+                        f"{folder}: no file or folder {name!r}, a part of what its training read: "
+                        "put it back, or measure one text alone by --data"
+                    )
                 told = "--data with --all" if text.validation_source else "--data"
                 raise UserError(
                     f"{folder}: no file or folder {name!r}, which its training read: {told} can "

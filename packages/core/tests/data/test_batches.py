@@ -243,6 +243,18 @@ def test_the_end_of_a_book_has_bytes_of_its_own(names, tmp_path, kind, mask_docu
     assert data.num_validation_bytes - num_bytes in (0, 1)  # a space, which decoding drops
 
 
+def test_a_part_of_a_text_that_is_not_kept_counts_by_its_share(tmp_path):
+    """A tokenizer of words alone: its tokens have no spaces, the text has many."""
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.models.WordLevel({"[UNK]": 0, "</s>": 1, "word": 2}, unk_token="[UNK]")
+    words = tokenizers.Tokenizer(model)
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text("    word" * 100)
+    config = DataConfig(str(tmp_path / "a.txt"), str(tmp_path), validation_fraction=0.2)
+    assert config.build(5, None).num_validation_bytes == pytest.approx(8 * 20, abs=8)
+
+
 @pytest.mark.parametrize("streaming", [False, True])
 def test_a_text_of_its_own_is_the_validation_part(tmp_path, streaming):
     pytest.importorskip("datasets")

@@ -1,5 +1,6 @@
 """SentencePiece models that are exported: the same tokens for every text, or one clear line."""
 
+import itertools
 import random
 import struct
 
@@ -93,6 +94,20 @@ def test_spaces_whose_pieces_are_equally_good_give_the_same_tokens(tmp_path):
     ]
     for text in [*spaces, *mixed]:
         assert theirs(text).input_ids == mine.encode(text), text
+
+
+def test_equally_good_pieces_that_share_a_letter_are_refused(tmp_path):
+    """SentencePiece merges the left one, a list of merges the first."""
+    processor = trained(tmp_path, **LLAMA).processor
+    known = [processor.id_to_piece(i) for i in range(processor.vocab_size())]
+    letters = [piece for piece in known if piece.isalpha() and len(piece) == 1]
+    a, b, c = next(
+        (a, b, c)
+        for a, b, c in itertools.permutations(letters, 3)
+        if not {a + b, c + a, c + a + b} & {*known} and known.index(a) < known.index(c)
+    )
+    with pytest.raises(UserError, match=rf"'\\n{c}{a}{b}', a text of 4 char"):
+        to_transformers(with_pieces(tmp_path, [a + b, c + a], -1e9))
 
 
 @pytest.mark.parametrize(

@@ -225,6 +225,8 @@ def test_a_changed_corpus_is_refused_until_told(tiny, tmp_path, rows_of):
     assert "Restore it" in line
     assert "--new-data" in line
     assert content(out) == before
+    moved = replace(longer, data=replace(longer.data, tokenizer="elsewhere"))
+    assert "data.tokenizer is 'byte' there" in refused(moved, out, new_data=True)
     assert train(longer, out, quiet=True, new_data=True).steps == 4
     assert train(longer, out, quiet=True).steps == 4  # now it is the run's
     assert [row["step"] for row in rows_of(out)] == [1, 2, 3, 4]

@@ -172,10 +172,12 @@ class HFTokenizer:
 
     def token_bytes(self, token: int, *, first: bool = False) -> int:
         """Return the bytes of the token's text."""
-        piece = self._backend.id_to_token(token) or ""
-        # Of a part of a character, a byte-level piece has a letter for each byte.
-        broken = 1 if piece.startswith("<0x") else len(piece)
-        return _text_bytes(self, token, first, broken)
+        once, twice = (self.decode([token] * n) for n in (1, 2))
+        if "\ufffd" in once:  # a part of a character: a byte-level piece has a letter for each byte
+            piece = self._backend.id_to_token(token) or ""
+            return 1 if piece.startswith("<0x") else len(piece)
+        # Decoding may drop a space before the first token.
+        return len((once if first else twice[len(once) :]).encode("utf-8"))
 
     def _refuse_dropped(self, characters: set[str]) -> None:
         """Refuse new characters without a token, which the library would silently drop."""
@@ -262,17 +264,12 @@ class SentencePieceTokenizer:
 
     def token_bytes(self, token: int, *, first: bool = False) -> int:
         """Return the bytes of the token's text; parts of a character are single bytes."""
-        return _text_bytes(self, token, first, 1)
-
-
-def _text_bytes(tokenizer: Tokenizer, token: int, first: bool, broken: int) -> int:
-    """Return the bytes of a token's text, `broken` if it ends or begins within a character."""
-    once, twice = (tokenizer.decode([token] * n) for n in (1, 2))
-    if "\ufffd" in once:
-        return broken
-    # A second token has all of its text: decoding drops a space before the first.
-    text = once if first else twice[len(once) :]
-    return len(text.encode("utf-8"))
+        if token >= self.vocab_size or self.processor.is_control(token):
+            return 0
+        if self.processor.is_byte(token):
+            return 1
+        text = self.processor.id_to_piece(token).replace("▁", " ")
+        return len((self.decode([token]) if first else text).encode("utf-8"))
 
 
 def keeps_line_breaks(tokenizer: Tokenizer) -> bool:

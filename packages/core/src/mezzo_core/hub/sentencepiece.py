@@ -1,5 +1,7 @@
 """SentencePiece models of byte pair encoding, as Llama's, for the `tokenizers` library."""
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 from tokenizers import Tokenizer as Backend
@@ -26,7 +28,7 @@ def to_backend(tokenizer: SentencePieceTokenizer) -> Backend:
     codes = [code for code in range(1, 0x30000) if not 0xD800 <= code < 0xE000]  # no surrogates
     letters = ("".join(map(chr, codes[i : i + 64])) for i in range(0, len(codes), 64))
     spaces = (" " * count for count in range(2, 64))
-    texts = [*_TEXTS, *spaces, *letters, *pieces, "".join(pieces)]
+    texts = [*_TEXTS, *spaces, *letters, *pieces, "".join(pieces), *_overlaps(processor)]
     for text, encoding in zip(texts, backend.encode_batch(texts), strict=True):
         wanted = tokenizer.encode(text)
         if encoding.ids != wanted or backend.decode(wanted) != tokenizer.decode(wanted):
@@ -38,6 +40,19 @@ def to_backend(tokenizer: SentencePieceTokenizer) -> Backend:
                 "remove_extra_whitespaces=False)"
             )
     return backend
+
+
+def _overlaps(processor: Any) -> Iterator[str]:
+    """Yield texts where two pieces with one score share letters: the leftmost is merged there."""
+    tied: dict[float, list[str]] = {}
+    for i in range(processor.vocab_size()):
+        piece = processor.id_to_piece(i)
+        if len(piece) > 1 and not (processor.is_byte(i) or processor.is_control(i)):
+            tied.setdefault(processor.get_score(i), []).append(piece.replace(_SPACE, " "))
+    for left, right in (pair for pieces in tied.values() for pair in product(pieces, repeat=2)):
+        for k in range(1, min(len(left), len(right))):
+            if left.endswith(right[:k]):
+                yield f"\n{left}{right[k:]}"  # nothing before it is merged with it
 
 
 def _convert(processor: Any) -> Backend:

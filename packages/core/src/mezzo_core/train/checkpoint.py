@@ -144,8 +144,8 @@ class Checkpoints:
         if self.world.each((self.folder.parent / "model").exists)[0]:
             raise UserError(
                 f"{self.folder.parent} holds a trained model, but no checkpoint to go on from: put "
-                "back a copy, start over with --fresh, which removes the model, or train into "
-                "another folder"
+                "back a copy, train the model further in another folder by --init-from, or start "
+                "over with --fresh, which removes it"
             )
         return None
 

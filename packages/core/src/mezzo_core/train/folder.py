@@ -254,10 +254,14 @@ def check_corpus(out: Path, data: SourceConfig, fingerprint: str) -> None:
         source = name_texts(data) if isinstance(data, TextConfig) else str(data)
         places = _differences(read_json(out / _CONFIG).get("data"), to_json(data), "data")
         there = f" ({'; '.join(places)})" if places else ""
+        advice = (
+            "train into another folder"
+            if places
+            else "go on with the new one by --new-data (new_data=True)"
+        )
         raise UserError(
             f"the tokens of {source} are not those that the run in {out} was trained on{there}: "
-            "its text or its tokenizer has changed. Restore it, train into another folder, or go "
-            "on with the new one by --new-data (new_data=True)"
+            f"its text or its tokenizer has changed. Restore it, or {advice}"
         )
 
 

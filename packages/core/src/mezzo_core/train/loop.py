@@ -130,7 +130,7 @@ def train(
     with watch_signals() as stop, joined as world, ExitStack() as stack:
 
         def open_folder() -> None:
-            check_folder(out, config, resume=resume, may_move=True)
+            check_folder(out, config, resume=resume, may_move=not new_data)
             stack.enter_context(hold_folder(out))
 
         world.first_only(open_folder)
