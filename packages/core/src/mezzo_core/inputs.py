@@ -233,19 +233,17 @@ def open_told_data(
 
 def _find_texts(config: TextConfig, folder: Path) -> None:
     """Check that the files that a training read are there; a path may be of another folder."""
-    for text in texts_of(config):
+    texts = texts_of(config)
+    for text in texts:
+        told = "--data with --all" if text.validation_source else "--data"
+        advice = f"{told} can tell where {(text.validation_source or text.source)!r} is now"
+        if len(texts) > 1:
+            advice = "put it back, or measure one text alone by --data"
         for name in filter(None, (text.source, text.validation_source)):
             is_file = name != "embedded" and not name.startswith(HUB_PREFIX)
             if is_file and existing_path(name) is None and not has_magic(name):
-                if len(texts_of(config)) > 1:
-                    raise UserError(
-                        f"{folder}: no file or folder {name!r}, a part of what its training read: "
-                        "put it back, or measure one text alone by --data"
-                    )
-                told = "--data with --all" if text.validation_source else "--data"
                 raise UserError(
-                    f"{folder}: no file or folder {name!r}, which its training read: {told} can "
-                    f"tell where {(text.validation_source or name)!r} is now"
+                    f"{folder}: no file or folder {name!r}, which its training read: {advice}"
                 )
 
 

@@ -45,6 +45,24 @@ def test_a_part_of_a_character_counts_all_of_its_bytes(tmp_path):
     assert list(map(tokenizer.token_bytes, tokenizer.encode("日é"))) == [2, 1, 1, 1]
 
 
+def test_a_lone_space_counts_where_spaces_at_the_start_are_dropped(tmp_path, sentences):
+    """As in SentencePiece's usual models."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences),
+        model_prefix=str(tmp_path / "usual"),
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=True,
+        minloglevel=2,
+    )
+    tokenizer = load_tokenizer(str(tmp_path / "usual.model"))
+    tokens = tokenizer.encode("man 日本 X man")
+    assert "▁" in [tokenizer.processor.id_to_piece(token) for token in tokens]
+    counts = [tokenizer.token_bytes(token, first=i == 0) for i, token in enumerate(tokens)]
+    assert sum(counts) == len("man 日本 X man".encode())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=25, deadline=None)
 @given(text=st.text(st.characters(exclude_characters="▁\0\ufffd", exclude_categories=["Cs"])))

@@ -197,6 +197,8 @@ def test_texts_are_mixed_by_weights_and_measured_together(command, tmp_path):
     other.write_text("it has changed " * 30)
     assert "is not the text that the model was trained on" in one_line(command.eval(out))
     assert f"the tokens of '{corpus} + {other}' are not those" in one_line(command(*told, 3))
+    other.unlink()
+    assert "put it back, or measure one text alone by --data" in one_line(command.eval(out))
 
 
 @pytest.mark.parametrize(

@@ -149,4 +149,5 @@ def test_a_run_goes_on_with_texts_and_a_tokenizer_that_have_moved(tiny, tmp_path
     assert "here/lines.jsonl' or '" in str(error.value)
     assert "here/held_out.jsonl'" in str(error.value)
     assert "source is '" in str(error.value)
+    assert "or train into another folder" in str(error.value)
     assert [row["step"] for row in rows_of(run)] == [1, 2, 3, 4]
