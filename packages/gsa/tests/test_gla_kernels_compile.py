@@ -48,15 +48,16 @@ def gla_layer(B, H, K, V, dtype, *, feature_map=None, gated=True):
     weight = torch.zeros(V, dtype=dtype)
     form = LayerForm(0.1, feature_map, damping=16.0)
     inputs = step_inputs(B, H, H, K, V, dtype, K)
-    gla_step_layer_(*inputs, weight, z, None, *form)
+    gla_step_layer_(*inputs, weight, z, None, None, *form)
 
 
-def hgrn2_layer(B, H, D, dtype, *, bound=0.0):
-    """Launch the step of an HGRN2 layer."""
+def hgrn2_layer(B, H, D, dtype, *, bound=0.0, learned=False):
+    """Launch the step of an HGRN2 layer, with one bound or with those of its channels."""
     q, _, v, logits, state = step_inputs(B, H, H, D, D, dtype, D)
     weight = torch.zeros(H * D, dtype=dtype)
     form = LayerForm(1.0, "swish", damping=1.0, lower_bound=bound)
-    gla_step_layer_(q, None, v, logits, state, weight, None, None, *form)
+    bounds = torch.zeros(2, H * D) if learned else None
+    gla_step_layer_(q, None, v, logits, state, weight, None, None, bounds, *form)
 
 
 def retnet_layer(B, H, K, V, dtype, *, feature_map=None, gated=True):
@@ -65,7 +66,7 @@ def retnet_layer(B, H, K, V, dtype, *, feature_map=None, gated=True):
     places, weight = torch.zeros(B, dtype=torch.int64), torch.zeros(V, dtype=dtype)
     z = torch.zeros(B, H * V, dtype=dtype) if gated else None
     form = LayerForm(0.1, feature_map, rope_base=10_000.0)
-    gla_step_layer_(q, k, v, g.float(), state, weight, z, places, *form)
+    gla_step_layer_(q, k, v, g.float(), state, weight, z, places, None, *form)
 
 
 def step_inputs(B, HQ, H, K, V, dtype, KG):
@@ -78,6 +79,7 @@ def step_all(dtype):
     step(1, 4, 4, 256, 512, dtype)
     gla_layer(1, 4, 256, 512, dtype)
     hgrn2_layer(1, 16, 128, dtype, bound=0.5)
+    hgrn2_layer(1, 16, 128, dtype, learned=True)
     retnet_layer(1, 8, 256, 512, dtype)
 
 

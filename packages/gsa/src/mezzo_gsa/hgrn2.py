@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
 from mezzo_core.nn.norm import RMSNorm, is_plain_norm
-from mezzo_core.ops.checks import check_floating, check_number, check_size
+from mezzo_core.ops.checks import check_number, check_size
 from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
@@ -16,6 +16,7 @@ from mezzo_gsa.gla import GLAState
 from mezzo_gsa.heads import Heads
 from mezzo_gsa.ops import LayerForm, chunk_gla, step_gla_layer_
 from mezzo_gsa.ops.gates import bounded_gate, log_gate, skip_padding
+from mezzo_gsa.ops.gla.arguments import check_log_bounds
 
 
 @dataclass(frozen=True)
@@ -109,24 +110,15 @@ class HGRN2(AbstractMixer):
         """
         self.check_input(x, state, cu_seqlens, lengths)
         q, logits, v = self.heads.split(self.in_proj(without_padding(x, lengths)), self.widths)
-        k, g = self._gate(logits, log_bounds)
+        bound: float | Tensor = self.config.lower_bound
+        if log_bounds is not None:
+            check_log_bounds("HGRN2", log_bounds, self.d_model, x.device)
+            bound = log_bounds
+        k, g = bounded_gate(log_gate(logits, 1.0), bound)
         k, v, g = skip_padding(lengths, k.to(v.dtype), v, g)
         first = None if state is None else state.h
         out, h = chunk_gla(F.silu(q), k, v, g, initial_state=first, cu_seqlens=cu_seqlens)
         return self.out_proj(self.norm(out.flatten(2))), None if state is None else GLAState(h)
-
-    def _gate(self, logits: Tensor, log_bounds: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return 1 - α and log α in float32, both to full precision."""
-        g = log_gate(logits, 1.0)
-        if log_bounds is None:
-            return bounded_gate(g, self.config.lower_bound)
-        check_floating("HGRN2", "log_bounds", log_bounds)
-        if log_bounds.shape != (2, self.d_model):
-            raise ValueError(
-                f"log_bounds must be (2, {self.d_model}), got {tuple(log_bounds.shape)}"
-            )
-        below, rest = log_bounds.unflatten(1, logits.shape[-2:])
-        return -rest.exp() * torch.expm1(g), torch.logaddexp(g + rest, below)
 
     def step(self, x: Tensor, state: GLAState, log_bounds: Tensor | None = None) -> Tensor:
         """Decode one token of every row, overwriting the state in place; see AbstractMixer.
@@ -139,11 +131,10 @@ class HGRN2(AbstractMixer):
             state.h.copy_(after.h)
             return y
         q, logits, v = self.heads.split(self.in_proj(x[:, 0]), self.widths)
-        k, form = None, self.form
-        if log_bounds is not None:  # the kernel has one bound for all channels
-            k, logits = self._gate(logits, log_bounds)
-            q, k, form = F.silu(q), k.to(v.dtype), LayerForm(norm_eps=form.norm_eps)
-        y = step_gla_layer_(q, k, v, logits, state.h, form, norm_weight=self.norm.weight)
+        y = step_gla_layer_(
+            q, None, v, logits, state.h, self.form,
+            norm_weight=self.norm.weight, log_bounds=log_bounds,
+        )  # fmt: skip
         return self.out_proj(y[:, None])
 
     def init_state(self, batch: int) -> GLAState:

@@ -31,6 +31,7 @@ FORMS = {
     "gla, t2r": GLA._replace(feature_map="relu"),
     "hgrn2": HGRN2,
     "hgrn2, unbounded": HGRN2._replace(lower_bound=0.0),
+    "hgrn2, a bound a channel": HGRN2._replace(lower_bound=0.0),
     "retnet": RETNET,
     "retnet, scaled": RETNET._replace(rope_scaling=(8.0, 1.0, 4.0, 100.0)),
     "retnet, t2r": RETNET._replace(feature_map="relu"),
@@ -63,12 +64,15 @@ def draw_layer(name, sizes, dtype):
     if form.lower_bound or form.feature_map == "swish":
         x["k"] = None
     over_all = x["k"] is None
+    bounds = normal(H * K, seed=8).sigmoid()
+    bounds[0] = 0.0
     return {
         **x,
         "form": form,
         "norm_weight": normal(HQ * V if over_all else V, seed=6, dtype=dtype).abs(),
         "z": None if over_all else normal(B, HQ * V, seed=7, dtype=dtype),
         "places": torch.arange(2**24 + 1, 2**24 + 1 + B).to(DEVICE) if form.rope_base else None,
+        "log_bounds": torch.stack([bounds.log(), (-bounds).log1p()]) if "a bound" in name else None,
     }
 
 
@@ -126,7 +130,7 @@ def test_extreme_gates_keep_their_exact_share(gate):
     check(step_gla_, {**inputs, "g": torch.full_like(inputs["g"], gate)})
 
 
-@pytest.mark.parametrize("name", ["gla", "hgrn2", "hgrn2, unbounded"])
+@pytest.mark.parametrize("name", ["gla", "hgrn2", "hgrn2, unbounded", "hgrn2, a bound a channel"])
 @pytest.mark.parametrize("logit", [-100.0, -1.0, 0.0, 1.0, 9.0, 40.0])
 def test_extreme_logits_keep_their_digits(name, logit):
     inputs = draw_layer(name, (1, 2, 2, 16, 32), torch.float32)
@@ -206,10 +210,10 @@ def test_registered_ops_are_sound():
     sizes = (2, 4, 2, 16, 32)
     plain, ops = draw(sizes, torch.float32), torch.ops.mezzo_gsa
     torch.library.opcheck(ops.gla_step_, (*plain.values(), 0.2))
-    for name in ("gla", "hgrn2", "retnet"):
+    for name in ("gla", "hgrn2, a bound a channel", "retnet"):
         x = draw_layer(name, sizes, torch.float32)
-        tensors = [x[n] for n in ("q", "k", "v", "gates", "state", "norm_weight", "z", "places")]
-        torch.library.opcheck(ops.gla_step_layer_, (*tensors, *x["form"]))
+        names = ("q", "k", "v", "gates", "state", "norm_weight", "z", "places", "log_bounds")
+        torch.library.opcheck(ops.gla_step_layer_, (*[x[name] for name in names], *x["form"]))
 
 
 @pytest.mark.parametrize("name", ["gla", "hgrn2", "retnet"])
@@ -271,6 +275,7 @@ def test_input_that_does_not_fit_is_named(change, error, message):
             {"places": torch.ones(2).long()},
             r"places must be int32 or int64 \(1,\), got torch.int64",
         ),
+        ({"log_bounds": torch.zeros(2, 16)}, r"log_bounds must be \(2, 32\) on .*, got \(2, 16\)"),
     ],
 )
 @pytest.mark.any_shapes
@@ -295,6 +300,12 @@ def test_a_form_that_cannot_be_is_refused(fields, message):
     inputs = draw_layer("retnet", (1, 2, 2, 16, 32), torch.float32)
     with pytest.raises(ValueError, match=f"step_gla_layer_: form.{message}"):
         step_gla_layer_(**{**inputs, "form": RETNET._replace(**fields)})
+
+
+def test_a_layer_has_one_bound_or_those_of_its_channels():
+    inputs = draw_layer("hgrn2, a bound a channel", (1, 2, 2, 16, 32), torch.float32)
+    with pytest.raises(ValueError, match=r"with log_bounds, form.lower_bound must be 0, got 0.25"):
+        step_gla_layer_(**{**inputs, "form": HGRN2})
 
 
 def test_keys_of_an_odd_width_are_not_turned():

@@ -38,13 +38,16 @@ def gated_norm(
     return y.to(dtype or o.dtype)
 
 
-def bounded_gate(g: Tensor, bound: float) -> tuple[Tensor, Tensor]:
+def bounded_gate(g: Tensor, bound: float | Tensor) -> tuple[Tensor, Tensor]:
     """Return 1 - α and log α of α = β + (1 - β) exp(g), both to full precision.
 
     Args:
-        g: log gates, at most 0, float32 or float64.
-        bound: β, in [0, 1).
+        g: (..., H, K) log gates, at most 0, float32 or float64.
+        bound: β, in [0, 1); or log β and log(1 - β) of each channel, (2, H K) float32 or float64.
     """
+    if isinstance(bound, Tensor):
+        below, rest = bound.unflatten(1, g.shape[-2:])
+        return -rest.exp() * torch.expm1(g), torch.logaddexp(g + rest, below)
     if bound == 0:
         return -torch.expm1(g), g
     log_gates = torch.logaddexp(g + math.log1p(-bound), torch.full_like(g, math.log(bound)))

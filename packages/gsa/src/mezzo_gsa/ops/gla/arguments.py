@@ -54,6 +54,16 @@ def check_form(op: str, form: Any) -> None:
         raise ValueError(f"{op}: form.lower_bound must be in [0, 1), got {form.lower_bound}")
 
 
+def check_log_bounds(op: str, log_bounds: Any, channels: int, device: torch.device) -> None:
+    """Raise a ValueError or TypeError unless these are log β and log(1 - β) of each channel."""
+    check_floating(op, "log_bounds", log_bounds)
+    if log_bounds.shape != (2, channels) or log_bounds.device != device:
+        raise ValueError(
+            f"{op}: log_bounds must be {(2, channels)} on {device}, "
+            f"got {tuple(log_bounds.shape)} on {log_bounds.device}"
+        )
+
+
 def check_inputs(
     op: str,
     q: Tensor,

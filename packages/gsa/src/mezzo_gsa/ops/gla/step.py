@@ -17,7 +17,13 @@ from torch.nn import functional as F
 
 from mezzo_gsa.ops.decoding.checks import check_memory, check_no_gradients
 from mezzo_gsa.ops.gates.elementwise import bounded_gate, log_gate
-from mezzo_gsa.ops.gla.arguments import LayerForm, check_form, check_inputs, unsupported
+from mezzo_gsa.ops.gla.arguments import (
+    LayerForm,
+    check_form,
+    check_inputs,
+    check_log_bounds,
+    unsupported,
+)
 from mezzo_gsa.ops.gla.reference import gla_step
 
 PLACES = (torch.int32, torch.int64)
@@ -77,6 +83,7 @@ def step_gla_layer_(
     norm_weight: Float[Tensor, "D"],
     z: Float[Tensor, "B C"] | None = None,
     places: Int[Tensor, "B"] | None = None,
+    log_bounds: Float[Tensor, "2 H_times_K"] | None = None,
     impl: Impl = "auto",
 ) -> Float[Tensor, "B C"]:
     """Process one token of every row: all operations of a layer between its projections.
@@ -96,6 +103,8 @@ def step_gla_layer_(
         norm_weight: (V,) for a norm over each head, or (HQ·V,) for a norm over all heads.
         z: (B, HQ·V) logits of the output gate; None: no gate.
         places: (B,) integers, how many tokens each row has had before; needed with RoPE.
+        log_bounds: (2, H·K) float32 or float64: log β and log(1 - β) of each channel, in place of
+            `form.lower_bound`, which must be 0.
         impl: as in `step_gla_`.
 
     Returns:
@@ -115,11 +124,17 @@ def step_gla_layer_(
         )
     _check(op, q, gates if k is None else k, v, gates, form.scale, state, gates="gates")
     _check_layer(op, q, v, norm_weight, z, places, form)
-    check_no_gradients(op, q, k, v, gates, state, norm_weight, z)
+    if log_bounds is not None:
+        check_log_bounds(op, log_bounds, state[0, :, :, 0].numel(), state.device)
+        if form.lower_bound:
+            raise ValueError(
+                f"{op}: with log_bounds, form.lower_bound must be 0, got {form.lower_bound}"
+            )
+    check_no_gradients(op, q, k, v, gates, state, norm_weight, z, log_bounds)
     if resolve_impl(op, impl, q.device, _unsupported(q, v, state)) == "triton":
-        return gla_step_layer_(q, k, v, gates, state, norm_weight, z, places, *form)
+        return gla_step_layer_(q, k, v, gates, state, norm_weight, z, places, log_bounds, *form)
     g = gates.to(state.dtype) if form.damping is None else log_gate(gates, form.damping)
-    left, g = bounded_gate(g, form.lower_bound)
+    left, g = bounded_gate(g, form.lower_bound if log_bounds is None else log_bounds)
     q, k = _featured(q, places, form), left if k is None else _featured(k, places, form)
     out = _reference(q, k, v, g, state, form.scale).to(q.dtype)
     return _normed(out.flatten(1), norm_weight, z, form.norm_eps)
@@ -228,12 +243,15 @@ def _step_layer(
     norm_weight: Tensor,
     z: Tensor | None,
     places: Tensor | None,
+    log_bounds: Tensor | None,
     *form: Any,
 ) -> Tensor:
     """Process one token by kernels; return the input of the output projection, (B, C)."""
     from mezzo_gsa.ops.gla.triton import step
 
-    return step.run_layer_step(q, k, v, gates, state, norm_weight, z, places, LayerForm(*form))
+    return step.run_layer_step(
+        q, k, v, gates, state, norm_weight, z, places, log_bounds, LayerForm(*form)
+    )
 
 
 def _step_layer_fake(q: Tensor, k: Tensor | None, v: Tensor, *rest: Any) -> Tensor:
@@ -245,6 +263,6 @@ gla_step_layer_ = torch.library.custom_op(
     _step_layer,
     mutates_args=("state",),
     schema="(Tensor q, Tensor? k, Tensor v, Tensor gates, Tensor(a!) state, Tensor norm_weight, "
-    f"Tensor? z, Tensor? places, {schema_of(LayerForm)}) -> Tensor",
+    f"Tensor? z, Tensor? places, Tensor? log_bounds, {schema_of(LayerForm)}) -> Tensor",
 )
 gla_step_layer_.register_fake(_step_layer_fake)

@@ -38,7 +38,7 @@ def _load_turned(x, o_k, m_k, b_cos, b_sin, K: tl.constexpr, MAP: tl.constexpr):
 
 @triton.jit
 def step_state_kernel(
-    q, k, v, g, h, out, places, steps, stride_q, stride_k, stride_v, stride_g,
+    q, k, v, g, h, out, log_bounds, places, steps, stride_q, stride_k, stride_v, stride_g,
     scale, inverse_damping, bound,
     H: tl.constexpr, G: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KG: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, LOGITS: tl.constexpr, MAP: tl.constexpr,
@@ -57,14 +57,19 @@ def step_state_kernel(
     b_g = tl.load(p_g, mask=m_k, other=0.0).to(tl.float32)
     if LOGITS:
         b_g = log_sigmoid(b_g) * inverse_damping
-    b_keep = bound + (1 - bound) * tl.exp(b_g)
+    b_below, b_rest = bound, 1 - bound
+    if log_bounds is not None:
+        p_below = log_bounds + i_h * K + o_k
+        b_below = tl.exp(tl.load(p_below, mask=m_k, other=0.0))
+        b_rest = tl.exp(tl.load(p_below + H * K, mask=m_k, other=0.0))
+    b_keep = b_below + b_rest * tl.exp(b_g)
     b_cos, b_sin = None, None
     if steps is not None:
         b_step = tl.load(steps + o_k % (K // 2), mask=m_k, other=0)
         b_angle = (tl.load(places + i_b) * b_step).to(tl.float32) * UNIT  # whole turns are lost
         b_cos, b_sin = tl.cos(b_angle), tl.sin(b_angle)
     if k is None:
-        b_k = (1 - bound) * write_strength(b_g)
+        b_k = b_rest * write_strength(b_g)
     else:
         p_k = k + i_b * stride_k + i_h * K
         b_k = _load_turned(p_k, o_k, m_k, b_cos, b_sin, K, MAP)
@@ -81,7 +86,7 @@ def step_state_kernel(
 def run_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, h: Tensor, form: LayerForm) -> Tensor:
     """Process one token and update the state; arguments and result as in `step_gla_`."""
     out = torch.empty((*q.shape[:2], v.shape[2]), dtype=q.dtype, device=q.device)
-    _launch(q, k, v, g, h, out, None, form)
+    _launch(q, k, v, g, h, out, None, None, form)
     return out
 
 
@@ -94,12 +99,13 @@ def run_layer_step(
     norm_weight: Tensor,
     z: Tensor | None,
     places: Tensor | None,
+    log_bounds: Tensor | None,
     form: LayerForm,
 ) -> Tensor:
     """Process one token between a layer's projections, as `step_gla_layer_` does."""
     B, C = q.shape[0], q.shape[1] * v.shape[2]
     out = torch.empty((B, C), dtype=torch.float32, device=q.device)
-    _launch(q, k, v, gates, h, out, places, form)
+    _launch(q, k, v, gates, h, out, places, log_bounds, form)
     y = torch.empty((B, C), dtype=q.dtype, device=q.device)
     norm_heads(out, norm_weight, z, y, form.norm_eps)
     return y
@@ -113,6 +119,7 @@ def _launch(
     h: Tensor,
     out: Tensor,
     places: Tensor | None,
+    log_bounds: Tensor | None,
     form: LayerForm,
 ) -> None:
     """Update the state and write out, (B, HQ, V) or the same flattened."""
@@ -124,12 +131,14 @@ def _launch(
     steps = None
     if places is not None:
         places = places.contiguous()
+    if log_bounds is not None:
+        log_bounds = log_bounds.float().contiguous()
     if form.rope_base is not None:
         steps = _steps(K, form.rope_base, form.scaling(), device=q.device)
     with torch.cuda.device_of(q):
         launch(
             step_state_kernel, (B * H * ceil_div(V, BV),),
-            *inputs, h, out, places, steps, *strides,
+            *inputs, h, out, log_bounds, places, steps, *strides,
             form.scale, 1 / (form.damping or 1.0), form.lower_bound,
             H=H, G=q.shape[1] // H, K=K, V=V, KG=g.shape[2], BK=BK, BV=BV,
             LOGITS=form.damping is not None, MAP=form.feature_map, num_warps=4,
