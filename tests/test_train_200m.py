@@ -47,8 +47,10 @@ def test_recalled_targets_end_a_rare_pair_that_came_long_before():
         [[1, 2, 3, 1, 2, 4, 1, 2, 4, 9, 1, 3], [1, 2, 5, 8, 7, 8, 1, 2, 7, 6, 6, 6]]
     )
     tokens, targets = rows[:, :-1], rows[:, 1:]
-    kept = (long.recalled(tokens, targets, 3) != NO_TARGET).nonzero()
+    kept = (long.recalled(tokens, targets, 3, 9) != NO_TARGET).nonzero()
     assert kept.tolist() == [[0, 7]], "(2, 4); both rows have (1, 2)"
-    kept = (long.recalled(tokens, targets, 1) != NO_TARGET).nonzero()
+    kept = (long.recalled(tokens, targets, 1, 9) != NO_TARGET).nonzero()
     assert kept.tolist() == [[0, 7], [1, 10]]
-    assert (long.recalled(tokens, targets, 4) == NO_TARGET).all(), "the last time counts"
+    assert (long.recalled(tokens, targets, 4, 9) == NO_TARGET).all(), "the last time counts"
+    kept = (long.recalled(tokens, targets, 1, 3) != NO_TARGET).nonzero()
+    assert kept.tolist() == [[1, 10]], "the others came 3 tokens before"

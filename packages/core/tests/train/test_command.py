@@ -220,6 +220,10 @@ def test_texts_are_mixed_by_weights_and_measured_together(command, tmp_path):
             ("--data", "a.txt", "--validation-data", "c.txt", "--validation-fraction", 0.1),
             "--validation-fraction goes without --validation-data",
         ),
+        (
+            ("--data", "a.txt", "--streaming", "--validation-fraction", 0.1),
+            "a stream holds out its first documents: leave out --validation-fraction",
+        ),
     ],
 )
 def test_texts_that_cannot_be_mixed_are_one_line(command, tmp_path, monkeypatch, arguments, named):

@@ -52,8 +52,8 @@ def configure(
         config = _choose_texts(config, data, validation_data)
         if sft is not None:
             config = _choose_answers(config, sft, data)
-        if flags.get("validation_fraction") is not None and _validates_apart(config):
-            raise UserError("--validation-fraction goes without --validation-data")
+        if flags.get("validation_fraction") is not None:
+            _check_holds_out(config)
         built = build_on_meta(config.model, config.name)  # says what does not fit before any work
         if init_from is not None and _shapes(built) != _shapes(build_on_meta(given, init_from)):
             raise UserError("the model of --init-from keeps its shape: leave out what changes it")
@@ -62,9 +62,13 @@ def configure(
         raise UserError(with_flags(str(error), flags)) from error
 
 
-def _validates_apart(config: TrainConfig) -> bool:
+def _check_holds_out(config: TrainConfig) -> None:
+    """Refuse a share to hold out where the run would not look at it."""
     texts = texts_of(config.data) if isinstance(config.data, TextConfig) else ()
-    return any(text.validation_source is not None for text in texts)
+    if any(text.validation_source is not None for text in texts):
+        raise UserError("--validation-fraction goes without --validation-data")
+    if any(text.streaming for text in texts):
+        raise UserError("a stream holds out its first documents: leave out --validation-fraction")
 
 
 def _shapes(model: "LM") -> "dict[str, torch.Size]":
