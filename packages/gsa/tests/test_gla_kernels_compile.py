@@ -16,11 +16,13 @@ from mezzo_core.testing.compile_only import (
 )
 from mezzo_gsa.ops.gla import LayerForm, op
 from mezzo_gsa.ops.gla.step import gla_step_, gla_step_layer_
+from mezzo_gsa.ops.norms.op import gated_norm_bwd, gated_norm_op
 
 TRAINED = {"gate_kernel", "scores_kernel", "outputs_kernel", "keys_bwd_kernel"}
 PUBLISHED = "channel gates in bfloat16"
 SPILLED = {"keys_bwd_kernel": 256}
 """Bytes of registers that a thread spills at most in this form; in all other kernels none."""
+NORMED = {"gated_norm_kernel", "gated_norm_bwd_kernel"}
 STEPPED = {"step_state_kernel", "step_norm_kernel"}
 
 
@@ -34,6 +36,14 @@ def gla(T, K, V, dtype, *, B=1, HQ=4, H=2, head_gate=False, packed=False, state=
     out, final = op.gla(q, k, v, g, initial, borders, K**-0.5)
     dfinal = torch.zeros(final.shape[0], HQ, K, V) if state and HQ == H else None
     op.gla_bwd(out, dfinal, q, k, v, g, initial, borders, K**-0.5)
+
+
+def norm(rows, D, dtype, *, gated):
+    """Launch the norm of GSA, or with an output gate that of GLA, and its backward."""
+    x, weight = torch.zeros(rows, D, dtype=dtype), torch.zeros(D)
+    z = torch.zeros(rows // 2, 2 * D + 8, dtype=dtype)[:, 8:].unflatten(1, (2, D))
+    z = z if gated else None
+    gated_norm_bwd(gated_norm_op(x, weight, z, 1e-5, dtype), x, weight, z, 1e-5)
 
 
 def step(B, HQ, H, K, V, dtype, *, head_gate=False):
@@ -103,6 +113,14 @@ FORMS = {
     "head gates in float32, packed": (
         lambda: gla(100, 64, 64, fp32, head_gate=True, packed=True),
         TRAINED,
+    ),
+    "norms": (
+        lambda: (norm(64, 512, bf16, gated=True), norm(64, 2048, bf16, gated=False)),
+        NORMED,
+    ),
+    "norms of other widths": (
+        lambda: (norm(64, 40, fp16, gated=True), norm(64, 8192, fp32, gated=False)),
+        NORMED,
     ),
     "steps in bfloat16": (lambda: step_all(bf16), STEPPED),
     "steps in float16": (lambda: step_all(fp16), STEPPED),

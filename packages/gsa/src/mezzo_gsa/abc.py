@@ -16,7 +16,8 @@ from mezzo_gsa.gsa import head_width
 from mezzo_gsa.heads import check_flag
 from mezzo_gsa.ops import ABCState, Reading, chunk_abc, step_abc_
 from mezzo_gsa.ops.abc.strengths import check_reading
-from mezzo_gsa.ops.gates import gated_norm, skip_padding
+from mezzo_gsa.ops.gates import skip_padding
+from mezzo_gsa.ops.norms import gated_norm
 
 NORM_EPS = 1e-5
 

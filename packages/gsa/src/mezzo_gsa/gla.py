@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
 from mezzo_core.nn.norm import RMSNorm, is_plain_norm
@@ -19,6 +18,7 @@ from mezzo_gsa.heads import (
     check_feature_map,
     check_flag,
     copy_attention,
+    norm_heads,
     plan_heads,
 )
 from mezzo_gsa.ops import LayerForm, chunk_gla, step_gla_layer_
@@ -130,9 +130,7 @@ class GLA(AbstractMixer):
             q, k, v, g, scale=self.form.scale, initial_state=None if state is None else state.h,
             cu_seqlens=cu_seqlens,
         )  # fmt: skip
-        y = self.norm(out).flatten(2)
-        if z is not None:
-            y = y * F.silu(z)
+        y = norm_heads(self.norm, self.config.norm_eps, out, z)
         return self.out_proj(y), None if state is None else GLAState(h)
 
     def step(self, x: Tensor, state: GLAState) -> Tensor:

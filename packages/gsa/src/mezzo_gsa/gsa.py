@@ -24,8 +24,9 @@ from mezzo_gsa.ops import (
     recurrent_gsa_projected,
     step_gsa_projected_,
 )
-from mezzo_gsa.ops.gates import gated_norm, log_gate, skip_padding
+from mezzo_gsa.ops.gates import log_gate, skip_padding
 from mezzo_gsa.ops.gsa.step import unsupported_step
+from mezzo_gsa.ops.norms import gated_norm
 
 SPANS = (2.0, 2048.0)
 """The shortest and the longest initial memory, in tokens: the default of constant gates, and that

@@ -1,12 +1,15 @@
 """The heads of the mixers of the family, their one projection, and their feature maps."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 import torch.nn.functional as F
+from mezzo_core.nn.norm import is_plain_norm
 from mezzo_core.ops.checks import check_number, check_size
 from torch import Tensor, nn
+
+from mezzo_gsa.ops.norms import gated_norm
 
 FeatureMap = Literal["relu"]
 
@@ -87,6 +90,22 @@ def check_feature_map(config: str, feature_map: str | None) -> None:
 def apply_feature_map(x: Tensor, feature_map: FeatureMap | None) -> Tensor:
     """Apply the feature map of a linear attention to queries or keys."""
     return x if feature_map is None else F.relu(x)
+
+
+def norm_heads(norm: nn.Module, eps: float, out: Tensor, z: Tensor | None) -> Tensor:
+    """Return RMSNorm(o) ⊙ swish(z), (..., HQ·V), from the heads' outputs o (..., HQ, V).
+
+    Args:
+        norm: over V channels, with a weight if it is a plain one.
+        eps: of the norm, if it is a plain one.
+        out: o.
+        z: (..., HQ·V), logits of the output gate; None: no gate.
+    """
+    if z is not None and is_plain_norm(norm, eps):
+        z = z.unflatten(-1, out.shape[-2:])
+        return gated_norm(out, cast(Tensor, norm.weight), eps, z=z).flatten(-2)
+    y = norm(out).flatten(-2)
+    return y if z is None else y * F.silu(z)
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ from mezzo_gsa.heads import (
     check_feature_map,
     check_flag,
     copy_attention,
+    norm_heads,
     plan_heads,
 )
 from mezzo_gsa.ops import LayerForm, chunk_gla, step_gla_layer_
@@ -174,9 +175,7 @@ class RetNet(AbstractMixer):
             q, k, v, g, scale=self.form.scale, initial_state=None if state is None else state.h,
             cu_seqlens=cu_seqlens,
         )  # fmt: skip
-        y = self._normed(out)
-        if z is not None:
-            y = y * F.silu(z)
+        y = self._normed(out, z)
         if state is not None:
             state = RetNetState(h, state.lengths + (T if lengths is None else lengths))
         return self.out_proj(y), state
@@ -211,12 +210,13 @@ class RetNet(AbstractMixer):
             q, k = self.qk_map(q), self.qk_map(k)
         return q, k, v, z if self.config.output_gate else None
 
-    def _normed(self, out: Tensor) -> Tensor:
-        """Norm each head of (B, T, HQ, V), and return (B, T, HQ V)."""
+    def _normed(self, out: Tensor, z: Tensor | None) -> Tensor:
+        """Norm each head of (B, T, HQ, V), and return (B, T, HQ V), times the output gate."""
         if self.config.norm == "rms":
-            return self.norm(out).flatten(2)
+            return norm_heads(self.norm, self.config.norm_eps, out, z)
         rows = out.flatten(2)
-        return self.norm(rows.flatten(0, 1)).view_as(rows)
+        y = self.norm(rows.flatten(0, 1)).view_as(rows)
+        return y if z is None else y * F.silu(z)
 
     def init_state(self, batch: int) -> RetNetState:
         """Return the state before the first token."""

@@ -7,7 +7,6 @@ from mezzo_gsa.ops.abc import chunk_abc as chunk_abc
 from mezzo_gsa.ops.abc import recurrent_abc as recurrent_abc
 from mezzo_gsa.ops.abc import step_abc_ as step_abc_
 from mezzo_gsa.ops.gates import bounded_gate as bounded_gate
-from mezzo_gsa.ops.gates import gated_norm as gated_norm
 from mezzo_gsa.ops.gates import log_gate as log_gate
 from mezzo_gsa.ops.gates import skip_padding as skip_padding
 from mezzo_gsa.ops.gla import GLAOutput as GLAOutput
@@ -25,3 +24,4 @@ from mezzo_gsa.ops.gsa import recurrent_gsa as recurrent_gsa
 from mezzo_gsa.ops.gsa import recurrent_gsa_projected as recurrent_gsa_projected
 from mezzo_gsa.ops.gsa import step_gsa_ as step_gsa_
 from mezzo_gsa.ops.gsa import step_gsa_projected_ as step_gsa_projected_
+from mezzo_gsa.ops.norms import gated_norm as gated_norm

@@ -1,4 +1,4 @@
-"""Elementwise operations of a layer: gates before the recurrence, the norm after it."""
+"""Elementwise operations of a layer: gates before the recurrence."""
 
 import math
 
@@ -19,23 +19,6 @@ def log_gate(logits: Tensor, damping: float) -> Tensor:
         g, of the same shape, float32 (float64 for float64).
     """
     return F.logsigmoid(logits.to(accumulation_dtype(logits.dtype))) / float(damping)
-
-
-def gated_norm(
-    o: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None
-) -> Tensor:
-    """Return RMSNorm(swish(o)) over the last dimension, equation 9.
-
-    Args:
-        o: (..., C) outputs of all heads side by side.
-        weight: (C,) of the norm; None: swish without the norm.
-        eps: of the norm.
-        dtype: of the result; None: that of o.
-    """
-    y = F.silu(o.to(accumulation_dtype(o.dtype)))
-    if weight is not None:
-        y = F.rms_norm(y, weight.shape, weight.to(y.dtype), eps)
-    return y.to(dtype or o.dtype)
 
 
 def bounded_gate(g: Tensor, bound: float | Tensor) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from mezzo_gsa.ops.decoding.checks import check_no_gradients
 from mezzo_gsa.ops.eager.op import EagerForm, eager_op
-from mezzo_gsa.ops.gates.elementwise import gated_norm, log_gate
+from mezzo_gsa.ops.gates.elementwise import log_gate
 from mezzo_gsa.ops.gates.padding import skip_padding
 from mezzo_gsa.ops.gsa.arguments import (
     Between,
@@ -37,6 +37,7 @@ from mezzo_gsa.ops.gsa.op import differentiable_gsa
 from mezzo_gsa.ops.gsa.reference import recurrent_gsa_reference
 from mezzo_gsa.ops.gsa.request import Tensors
 from mezzo_gsa.ops.gsa.step import check_projected, gsa_recurrent_projected, unsupported_step
+from mezzo_gsa.ops.norms import gated_norm
 
 
 def recurrent_gsa(

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mezzo_gsa.ops.decoding.checks import check_memory, check_no_gradients
-from mezzo_gsa.ops.gates.elementwise import gated_norm, log_gate
+from mezzo_gsa.ops.gates.elementwise import log_gate
 from mezzo_gsa.ops.gsa.arguments import (
     Between,
     GSAState,
@@ -27,6 +27,7 @@ from mezzo_gsa.ops.gsa.arguments import (
     unsupported,
 )
 from mezzo_gsa.ops.gsa.reference import gsa_step
+from mezzo_gsa.ops.norms import gated_norm
 
 
 def step_gsa_(
