@@ -131,8 +131,9 @@ class HGRN2(AbstractMixer):
             state.h.copy_(after.h)
             return y
         q, logits, v = self.heads.split(self.in_proj(x[:, 0]), self.widths)
+        form = self.form if log_bounds is None else self.form._replace(lower_bound=0.0)
         y = step_gla_layer_(
-            q, None, v, logits, state.h, self.form,
+            q, None, v, logits, state.h, form,
             norm_weight=self.norm.weight, log_bounds=log_bounds,
         )  # fmt: skip
         return self.out_proj(y[:, None])

@@ -306,6 +306,8 @@ def test_a_layer_has_one_bound_or_those_of_its_channels():
     inputs = draw_layer("hgrn2, a bound a channel", (1, 2, 2, 16, 32), torch.float32)
     with pytest.raises(ValueError, match=r"with log_bounds, form.lower_bound must be 0, got 0.25"):
         step_gla_layer_(**{**inputs, "form": HGRN2})
+    with pytest.raises(ValueError, match=r"log_bounds go with gates \(B, H, K\), got \(1, 2, 1\)"):
+        step_gla_layer_(**{**inputs, "k": inputs["q"], "gates": inputs["gates"][..., :1]})
 
 
 def test_keys_of_an_odd_width_are_not_turned():

@@ -4,11 +4,15 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from mezzo_core.memory import available_memory
 from mezzo_core.nn.lm import LM
+
+FLOAT = torch.finfo(torch.float32)
+"""Logits are computed in it."""
 
 
 def check_prefix(state: Any, num_prompts: int, num_rows: int | None) -> None:
@@ -92,8 +96,8 @@ def check_stops(stop_tokens: Any, vocab_size: int) -> frozenset[int]:
 def check_penalty(value: Any) -> None:
     """Check a repetition penalty."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not 0 < value < float("inf"):
-        raise ValueError(f"repetition_penalty must be above 0 and finite, got {value!r}")
+    if not is_number or not FLOAT.tiny <= value <= FLOAT.max:
+        raise ValueError(f"repetition_penalty must be above 0 and finite in float32, got {value!r}")
 
 
 def check_bias(bias: Any, vocab_size: int) -> Mapping[int, float]:
@@ -105,8 +109,10 @@ def check_bias(bias: Any, vocab_size: int) -> Mapping[int, float]:
     check_tokens("logit_bias", list(bias), vocab_size)
     for token, value in bias.items():
         is_number = isinstance(value, Real) and not isinstance(value, bool)
-        if not is_number or not value < float("inf"):
-            raise ValueError(f"logit_bias must be finite or -inf, got {value!r} for {token}")
+        if not is_number or (value != -float("inf") and not abs(value) <= FLOAT.max):
+            raise ValueError(
+                f"logit_bias must be finite in float32 or -inf, got {value!r} for {token}"
+            )
     if len(bias) == vocab_size and all(value == -float("inf") for value in bias.values()):
         raise ValueError("logit_bias must leave a token that is not -inf")
     return bias

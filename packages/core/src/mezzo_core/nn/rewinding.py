@@ -181,7 +181,9 @@ class Rewinding(AbstractStack):
             with torch.no_grad():
                 new = self._renewed(state, state.inputs[:, :0], torch.zeros_like(state.age))
             for old, tensor in zip(state.before, new.before, strict=True):
-                # Not by a copy: a window may have grown. A step does not read it.
+                # Not by a copy: a window may have grown. A step does not read it. Under autocast
+                # its dtype may be another.
+                tensor = tensor.to(old.dtype)
                 place = tensor.untyped_storage(), tensor.storage_offset()
                 old.set_(*place, tensor.shape, tensor.stride())
             for old, tensor in zip(state[2:], new[2:], strict=True):
@@ -317,8 +319,15 @@ def _gather(x: Tensor, index: Tensor) -> Tensor:
 
 
 def _where_none(amount: Tensor, now: Tensor, then: Tensor) -> Tensor:
-    """Take rows of `now` where nothing goes back; a window that grew meanwhile is another."""
+    """Take rows of `now` where nothing goes back; a window that is full by now is another.
+
+    One that is not full lacks in `then` the room that `now` has for more tokens.
+    """
+    then = then.to(now.dtype)
     if now.shape != then.shape:
-        return then
+        if any(size > room for size, room in zip(then.shape, now.shape, strict=True)):
+            return then
+        shorter, then = then, now.clone()
+        then[tuple(map(slice, shorter.shape))] = shorter
     same = (amount == 0).to(now.device).view(-1, *[1] * (now.ndim - 1))
-    return torch.where(same, now, then.to(now.dtype))
+    return torch.where(same, now, then)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mezzo_core.nn.contract import AbstractSequenceModule
-from mezzo_core.nn.rewinding import Rewinding
+from mezzo_core.nn.rewinding import Kept, Rewinding
 from mezzo_core.nn.state_file import load_state, save_state
 from mezzo_core.testing.isolation import decode_step, normal
 from mezzo_core.testing.numerics import assert_close
@@ -35,10 +35,12 @@ def check_programs(
     """
     with torch.no_grad():
         _check_refusals(module)
+        _check_autocast(module)
         for i in range(programs):
             program = _Program(module, i)
             chosen = program.draw.choices(VERBS, k=12)
-            for verb in (_Program.forward, *chosen, _Program.forward, _Program.steps):
+            first = _Program.forward if i % 2 else _Program.steps_and_back
+            for verb in (first, *chosen, _Program.forward, _Program.steps):
                 verb(program)
 
 
@@ -68,23 +70,37 @@ class _Program:
 
     def steps(self) -> None:
         num_steps = self.draw.randint(1, 2 * ROOM)
-        self.told.append(f"{num_steps} steps")
         self.state = self.module.reserve(self.state, num_steps)
+        self.decode(num_steps)
+
+    def decode(self, num_steps: int) -> None:
+        self.told.append(f"{num_steps} steps")
         x = self.new(num_steps)
         y = torch.cat([decode_step(self.module, token, self.state) for token in x.split(1, 1)], 1)
         self.follow(x, y, [num_steps] * len(self.rows))
+
+    def steps_and_back(self) -> None:
+        """Step in room that is reserved once, and go back between the steps."""
+        self.told.append("room once")
+        if not isinstance(self.state, Kept):
+            self.state = self.module.begin(self.state)
+        self.state = self.module.reserve(self.state, 3 * ROOM)
+        for n in (1, 2, 0):
+            self.decode(ROOM)
+            self.go_back([n] * len(self.rows))
 
     def rollback(self) -> None:
         n = [
             self.draw.randint(0, len(row) - floor)
             for row, floor in zip(self.rows, self.floor, strict=True)
         ]
-        if self.draw.random() < 0.5:
-            n = [min(n)] * len(n)
-            self.state = self.module.rollback(self.state, n[0])
-        else:
+        self.go_back(n if self.draw.random() < 0.5 else [min(n)] * len(n))
+
+    def go_back(self, n: list[int]) -> None:
+        amount: int | Tensor = n[0]
+        if len(set(n)) > 1 or self.draw.random() < 0.5:
             amount = torch.tensor(n, device=self.state.age.device)
-            self.state = self.module.rollback(self.state, amount)
+        self.state = self.module.rollback(self.state, amount)
         self.told.append(f"rollback {n}")
         self.rows = [row[: len(row) - less] for row, less in zip(self.rows, n, strict=True)]
 
@@ -134,6 +150,19 @@ VERBS: list[Callable[[_Program], None]] = [
     _Program.reset,
     _Program.save_and_load,
 ]
+
+
+def _check_autocast(module: AbstractSequenceModule) -> None:
+    """Assert that states which autocast makes in bfloat16 go back too."""
+    rewinding = Rewinding(module, 2)
+    x = normal(module, (2, 17, module.d_model), 0)
+    with torch.autocast(x.device.type, torch.bfloat16):
+        whole = module(x)[0]
+        state = rewinding.reserve(rewinding(x[:, :1], rewinding.init_state(2))[1], 10)
+        for token in x[:, 1:11].split(1, 1):
+            decode_step(rewinding, token, state)
+        y, _ = rewinding(x[:, 9:], rewinding.rollback(state, 2))
+    assert_close("autocast, gone back", y, whole[:, 9:], rtol=0.1)
 
 
 def _check_refusals(module: AbstractSequenceModule) -> None:

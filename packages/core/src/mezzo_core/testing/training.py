@@ -122,6 +122,10 @@ def check_empty(module: AbstractSequenceModule) -> None:
             assert out.shape == shape, f"{shape} gave outputs of {tuple(out.shape)}"
             (dx,) = torch.autograd.grad(out.sum(), x, materialize_grads=True)
             assert dx.shape == shape, f"{shape} gave a gradient of {tuple(dx.shape)}"
+        if shape == (0, 5, C):
+            with torch.no_grad():
+                stepped = decode_step(module, x[:, :1], module.reserve(module.init_state(0), 1))
+            assert stepped.shape == x[:, :1].shape, f"a step of no rows gave {stepped.shape}"
         if shape[1] == 0:
             nexts = [module(first, state)[0] for state in (before, after)]
             assert torch.equal(*nexts), "no tokens changed the state"

@@ -104,7 +104,7 @@ def step_gla_layer_(
         z: (B, HQ·V) logits of the output gate; None: no gate.
         places: (B,) integers, how many tokens each row has had before; needed with RoPE.
         log_bounds: (2, H·K) float32 or float64: log β and log(1 - β) of each channel, in place of
-            `form.lower_bound`, which must be 0.
+            `form.lower_bound`, which must be 0. The gates must be (B, H, K).
         impl: as in `step_gla_`.
 
     Returns:
@@ -125,7 +125,9 @@ def step_gla_layer_(
     _check(op, q, gates if k is None else k, v, gates, form.scale, state, gates="gates")
     _check_layer(op, q, v, norm_weight, z, places, form)
     if log_bounds is not None:
-        check_log_bounds(op, log_bounds, state[0, :, :, 0].numel(), state.device)
+        check_log_bounds(op, log_bounds, state.shape[1] * state.shape[2], state.device)
+        if gates.shape[2] != state.shape[2]:
+            raise ValueError(f"{op}: log_bounds go with gates (B, H, K), got {tuple(gates.shape)}")
         if form.lower_bound:
             raise ValueError(
                 f"{op}: with log_bounds, form.lower_bound must be 0, got {form.lower_bound}"
