@@ -45,7 +45,7 @@ class TaskOptions(NamedTuple):
         names = [name for name in map(str.strip, self.tasks.split(",")) if name]
         if not names:
             raise UserError("--tasks must name a task, or several with commas between them")
-        if "ruler" not in names or self.folder is not None:
+        if "ruler" not in names:
             return names
         from mezzo_core.eval.ruler import TASKS
 
@@ -111,7 +111,7 @@ def measure_tasks(model: "LM", tokenizer: "Tokenizer", asked: TaskOptions) -> di
         UserError: if lm-eval is not installed, or refuses a task.
     """
     names = asked.names()
-    of_ruler = [name for name in names if name.startswith("ruler_") and asked.folder is None]
+    of_ruler = [name for name in names if name.startswith("ruler_")]
     found = {name: _measure_ruler(model, tokenizer, name, asked) for name in of_ruler}
     others = [name for name in names if name not in found]
     if asked.longbench is not None:

@@ -43,12 +43,13 @@ def test_what_is_left_out_of_a_folder_is_said(folder, caplog):
     for name in ("b.jsonl.zst", "c.json", "d.csv.gz", "part/notes.md", "e.bz2", ".hidden"):
         (folder / name).write_text("words")
     (folder / "empty.pdf").touch()
+    (folder / "gone.png").symlink_to("nowhere")
     names(folder, "*.jsonl.zst")
     assert not caplog.messages
     expected = ["a.txt", "b.jsonl.zst", "d.csv.gz", "part/b.txt", "part/deep/c.txt"]
     assert names(folder) == expected
     (line,) = caplog.messages
-    assert "left out 3 of its files: c.json, e.bz2, notes.md" in line
+    assert "left out 4 of its files: c.json, e.bz2, gone.png, notes.md" in line
     assert names(folder, "*.json") == names(folder, "c.json") == ["c.json"]
 
 

@@ -147,10 +147,12 @@ def test_texts_and_weights_that_do_not_fit_are_one_line(changes, words):
     assert "\n" not in str(error.value)
 
 
-def test_a_text_that_cannot_be_read_is_named(mixture, tmp_path):
+def test_a_text_that_is_too_short_to_train_on_is_named(mixture, tmp_path):
     (tmp_path / "digits.jsonl").write_text('{"text": "1"}\n{"text": "2"}')
-    with pytest.raises(UserError, match=r"texts\[1\], '.*digits.jsonl': the training part has 2"):
-        mixture.build(4, None)
+    data = mixture.build(4, None)
+    assert data.validation.num_targets
+    with pytest.raises(UserError, match=r"texts\[1\]: the training part has 2"):
+        data.check_training()
 
 
 def test_steps_and_batches_that_are_none_are_refused(mixture):

@@ -225,10 +225,12 @@ def command(capsys, *arguments):
 def test_the_command_prints_the_scores(lm, tasks, tmp_path, capsys):
     save_model(lm, CONFIG, tmp_path / "model", {"tokenizer": "byte"})
     given = (tmp_path, "--allow-package", "toys", "--task-folder", tasks, "--limit", 2)
-    code, out, _ = command(capsys, "eval", *given, "--tasks", "cloze, written")
+    told = ("--tasks", "cloze, written, ruler_fwe", "--seq-len", 1000)
+    code, out, _ = command(capsys, "eval", *given, *told)
     found = json.loads(out)
     assert code == 0
-    assert found["results"].keys() == found["versions"].keys() == {"cloze", "written"}
+    assert found["versions"].keys() == {"cloze", "written"}
+    assert found["results"].keys() == {"cloze", "written", "ruler_fwe"}, "which is mezzo's own"
     assert found["n-samples"]["cloze"]["effective"] == 2
     for tasks, words in (("clozed", "did you mean cloze"), (" , ", "--tasks must name a task")):
         code, out, err = command(capsys, "eval", *given, "--tasks", tasks)

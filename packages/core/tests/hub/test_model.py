@@ -9,11 +9,19 @@ import torch
 from accelerate import Accelerator, cpu_offload
 from mezzo_core.errors import UserError
 from mezzo_core.hub import MezzoCache, MezzoConfig, MezzoForCausalLM
+from mezzo_core.hub.replace import replace_attention
 from mezzo_core.nn import AttentionConfig, LMConfig, generate
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch._dynamo.testing import CompileCounter
 from toys.retrieval import RetrievalConfig
-from transformers import AutoModelForCausalLM, DynamicCache, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 WINDOW = AttentionConfig(head_dim=8, window_size=5)
 CONFIG = LMConfig(17, 16, mixers=(WINDOW, AttentionConfig(head_dim=8)))
@@ -72,6 +80,23 @@ def test_trainer_trains_saves_and_resumes(model, tmp_path):
     assert torch.equal(again.eval()(TOKENS).logits, model(TOKENS).logits)
 
 
+@pytest.mark.parametrize("kind", ["mezzo", "llama"])
+def test_with_label_smoothing_the_trainer_asks_for_the_next_token(tmp_path, kind):
+    model = peaked(0)
+    if kind == "llama":
+        config = LlamaConfig(
+            vocab_size=17, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
+            num_attention_heads=2, num_key_value_heads=2,
+        )  # fmt: skip
+        model = replace_attention(LlamaForCausalLM(config), AttentionConfig(head_dim=8)).eval()
+    args = arguments(tmp_path, label_smoothing_factor=0.1)
+    found = Trainer(model, args, eval_dataset=data()).evaluate()["eval_loss"]
+    logs = model.eval()(torch.stack([row["input_ids"] for row in data()])).logits.log_softmax(-1)
+    targets = torch.stack([row["labels"] for row in data()])[:, 1:, None]
+    loss = -0.9 * logs[:, :-1].gather(2, targets).mean() - 0.1 * logs[:, :-1].mean()
+    assert found == pytest.approx(loss.item(), rel=1e-4)
+
+
 def test_accumulated_gradients_are_those_of_one_batch(tmp_path):
     """Rows have labels of different numbers, so a mean of means would be another loss."""
     rows = data()
@@ -121,6 +146,16 @@ def test_an_adapter_of_a_head_that_shares_the_embeddings_weight_is_loaded(model,
     torch.testing.assert_close(logits, adapted.double()(TOKENS).logits)
     lm = loaded.base_model.model.lm
     assert lm.head.weight is lm.embed.weight
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_the_logits_of_any_places_can_be_asked_for(model, use_cache):
+    mask = torch.ones_like(TOKENS)
+    mask[1, :4] = 0
+    ask = partial(model, TOKENS, attention_mask=mask, use_cache=use_cache)
+    places = torch.tensor([7, 19])
+    assert torch.equal(ask(logits_to_keep=places).logits, ask().logits[:, places])
+    assert torch.equal(ask(logits_to_keep=3).logits, ask().logits[:, -3:])
 
 
 def test_the_loss_is_that_of_the_lm_and_needs_no_real_padding(model):

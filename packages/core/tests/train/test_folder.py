@@ -276,6 +276,16 @@ def test_new_text_that_a_stream_cannot_go_on_with_is_not_the_run_s(tiny, tmp_pat
     assert train(longer, out, quiet=True).steps == 21
 
 
+def test_a_stream_without_text_to_train_on_removes_no_run(tiny, tmp_path):
+    text, out = tmp_path / "lines.jsonl", tmp_path / "run"
+    train(tiny(steps=1), out, quiet=True)
+    before = content(out)
+    text.write_text(json.dumps({"text": "half of the notes " * 99}))  # it is all held out
+    with pytest.raises(UserError, match=r"no training text in .*--validation-data"):
+        train(tiny(data=DataConfig(source=str(text), streaming=True)), out, resume=False)
+    assert content(out) == before
+
+
 def test_a_run_of_before_corpora_were_kept_goes_on(tiny, tmp_path):
     claim(tmp_path, tiny())
     (tmp_path / "corpus.json").unlink()

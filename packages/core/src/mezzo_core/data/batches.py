@@ -270,6 +270,14 @@ class BatchSource(ABC):
             ValueError: if `batch_size` is not a positive int.
         """
 
+    def check_training(self) -> None:
+        """Check that there is something to train on, before a run changes its folder.
+
+        Raises:
+            UserError: if there is not, or it cannot be read.
+        """
+        return
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs besides the step, as JSON values.
 

@@ -57,6 +57,8 @@ def find_files(source: str) -> list[Path]:
                 once.setdefault(file.resolve(), file)
             else:
                 others.append(file.name)
+        elif file.is_symlink():  # to nothing
+            others.append(file.name)
     if not once:
         raise UserError(f"no {', '.join(FORMATS)} file with text in {source!r}")
     if others:
@@ -164,7 +166,7 @@ def _entries(folder: Path, pattern: str) -> tuple[list[Path], list[Path]]:
                 if entry.name.startswith(".") or not fnmatchcase(entry.name, pattern):
                     continue
                 where = folder / entry.name
-                if entry.is_symlink():
+                if entry.is_symlink() and split_suffix(where)[0] in ("", *FORMATS):
                     entry.stat()  # fails for a broken link or a circle of links
                 (folders if entry.is_dir() else files).append(where)
     except OSError as error:

@@ -115,6 +115,14 @@ class MixedText(TextData):
         self._texts, self._seed = texts, seed
         self._counts = _rows_of_a_block(weights)
 
+    def check_training(self) -> None:
+        """Check that the training part of each text fills a window; see `BatchSource`."""
+        for i, text in enumerate(self._texts):
+            try:
+                text.check_training()
+            except UserError as error:
+                raise UserError(f"texts[{i}]: {error}") from error
+
     def train_batch(self, step: int, batch_size: int) -> Batch:
         """Return the batch of a step: a function of the seeds, step and batch size alone."""
         check_batch_size(batch_size)

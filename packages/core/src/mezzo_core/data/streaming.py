@@ -132,6 +132,11 @@ class StreamedText(TextData):
         rows, real, ends = (np.stack(parts) for parts in zip(*windows, strict=True))
         return make_batch(rows, real, ends, self._max_documents)
 
+    def check_training(self) -> None:
+        """Read the first document to train on; see `BatchSource`."""
+        if not self._waiting:
+            self._waiting.append(next(self._documents))
+
     def state_dict(self) -> dict[str, Any]:
         """Return the place of the next window, as a small dict of JSON values."""
         cursor = self._waiting[0].cursor if self._waiting else self._next
@@ -166,8 +171,8 @@ class StreamedText(TextData):
             )
         cursor, used = _Cursor(**place["cursor"]), place["used"]
         self._start(place["step"], cursor, used)
-        first = next(self._documents)
-        self._waiting.append(first)
+        self.check_training()
+        first = self._waiting[0]
         found = first.cursor == cursor and used < len(first.tokens)
         if not found and (cursor, used) != (_Cursor(), 0):
             raise UserError(
@@ -233,8 +238,8 @@ class StreamedText(TextData):
                 raise UserError(
                     f"no training text in {self._stream.name} for process {self._stream.rank} of "
                     f"{self._stream.world_size}, beside the held-out documents: give more "
-                    f"text{others}, a text of its own to validate on (validation_source), or "
-                    "streaming=False"
+                    f"text{others}, a text of its own to validate on (--validation-data), or "
+                    "streaming=False (--no-streaming)"
                 )
             empty = not found
             epoch += 1

@@ -73,16 +73,18 @@ class TokenizedText(TextData):
                 (validated, after_end_token(validation, validated.ends)),
             )
         )
-        if self.train.num_complete == 0 and validation_fraction < 1:
-            raise UserError(
-                f"the training part has {self.train.num_tokens} tokens, fewer than one window of "
-                f"{seq_len + 1}: give more text or a shorter seq_len; to measure a short "
-                "text, hold out all of it (eval --all)"
-            )
         self.num_train_tokens = self.train.num_tokens
         self.num_validation_bytes = target_bytes(validated, validation, tokenizer, mask_documents)
         self._seed = seed
         self._orders: dict[int, NDArray[np.int64]] = {}
+
+    def check_training(self) -> None:
+        """Check that the training part fills a window; see `BatchSource`."""
+        if self.train.num_complete == 0:
+            raise UserError(
+                f"the training part has {self.train.num_tokens} tokens, fewer than one window of "
+                f"{self.seq_len + 1}: give more text or a shorter seq_len"
+            )
 
     def train_batch(self, step: int, batch_size: int) -> Batch:
         """Return the batch of a step: a function of seed, step and batch size alone."""

@@ -4,11 +4,9 @@
 `pipeline` read the folders that `export_model` writes.
 """
 
-from transformers import AutoConfig, AutoModelForCausalLM
-
 from mezzo_core.hub.cache import MezzoCache as MezzoCache
 from mezzo_core.hub.config import MezzoConfig as MezzoConfig
 from mezzo_core.hub.model import MezzoForCausalLM as MezzoForCausalLM
+from mezzo_core.hub.register import register_model
 
-AutoConfig.register(MezzoConfig.model_type, MezzoConfig, exist_ok=True)
-AutoModelForCausalLM.register(MezzoConfig, MezzoForCausalLM, exist_ok=True)
+register_model(MezzoConfig, MezzoForCausalLM)

@@ -76,7 +76,7 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
         past_key_values: MezzoCache | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
+        logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast:
@@ -92,7 +92,8 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
             labels: (B, T) int64, usually `input_ids`; -100 does not count, nor does padding. The
                 label of a token is what is predicted at the token before it.
             use_cache: whether to return a cache; by default, if one was given.
-            logits_to_keep: give the logits of this many last positions; 0 for all.
+            logits_to_keep: give the logits of this many last positions, or of those positions if it
+                is a tensor; 0 for all.
             num_items_in_batch: what to divide the sum of the losses by; by default, how many labels
                 count.
             others: arguments of other models, which may only be None or False.
@@ -105,6 +106,7 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
                 `input_ids`, the cache is another model's, or an argument is not supported.
         """
         _refuse(others)
+        count = logits_to_keep if isinstance(logits_to_keep, int) else 0
         cache = self._given_cache(cache, past_key_values)
         if use_cache and cache is None:
             cache = MezzoCache(self.lm, len(input_ids))
@@ -116,15 +118,16 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
             logits = self.lm(tokens).logits
         else:
             if cache.is_croppable:  # assisted decoding wants the logits of what it may take back
-                cache.allow_rollback(logits_to_keep)
-            last_only = logits_to_keep == 1 and labels is None
+                cache.allow_rollback(count)
+            last_only = count == 1 and labels is None
             logits = self._continue(cache, tokens, padding, last_only=last_only)
         loss = None
         if labels is not None:
             loss = _loss(logits, labels, padding, num_items_in_batch)
         if padding is not None and logits.shape[1] == tokens.shape[1]:
             logits = padding.in_place(logits)
-        logits = logits[:, -logits_to_keep:]
+        wanted = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-count, None)
+        logits = logits[:, wanted]
         kept = None if use_cache is False else cache
         return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: kept})
 

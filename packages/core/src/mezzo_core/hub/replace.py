@@ -12,8 +12,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -34,6 +32,7 @@ from mezzo_core.hub.cache import HeldState, MixerLayer, room_to_go_back
 from mezzo_core.hub.config import MezzoConfig
 from mezzo_core.hub.model import CACHE
 from mezzo_core.hub.padding import Padding
+from mezzo_core.hub.register import register_model
 from mezzo_core.nn.configs import MixerConfig
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.init import init_weights
@@ -225,8 +224,7 @@ def _with_mixers(kind: str, config: type, model: type) -> tuple[Any, Any]:
     model_class = cast(Any, type(f"Mezzo{model.__name__}", (model,), own))
     for made in (config_class, model_class):  # where pickle looks for them
         globals()[made.__name__] = made
-    AutoConfig.register(_PREFIX + kind, config_class, exist_ok=True)
-    AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
+    register_model(config_class, model_class)
     return config_class, model_class
 
 

@@ -168,6 +168,7 @@ def _prepare(
     resumed = checkpoints.load(model, optimizer) if resume else None
     if resumed is not None:
         data.load_state_dict(resumed.data)
+    data.check_training()
     stop.defer(again_is_urgent=world.size == 1)
     world.first_only(lambda: claim_folder(out, config, data.fingerprint, resume=resume))
     done = 0 if resumed is None else resumed.step
