@@ -63,8 +63,5 @@ class RunningMean(AbstractMixer):
         lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         return MeanState(torch.zeros(batch, self.d_model, dtype=dtype, device=device), lengths)
 
-    def state_bytes(self, num_tokens):
-        return self.d_model * self.gain.element_size() + 8
-
     def flops_per_token(self, num_tokens):
         return 2 * (self.value.weight.numel() + self.out.weight.numel())

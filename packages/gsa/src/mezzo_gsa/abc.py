@@ -119,11 +119,6 @@ class ABC(AbstractMixer):
         k, v = (torch.zeros(*shape, self.head_dim, dtype=dtype, device=device) for _ in range(2))
         return ABCState(k, v, torch.full(shape, float("-inf"), dtype=dtype, device=device))
 
-    def state_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of state of one sequence: 2 M C + H M values, for any length."""
-        values = self.config.num_slots * (2 * self.d_model + self.config.num_heads)
-        return values * accumulation_dtype(self.out_proj.weight.dtype).itemsize
-
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs a token: projections, the update of the state, 4 M C to read it.
 

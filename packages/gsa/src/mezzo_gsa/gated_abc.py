@@ -150,12 +150,6 @@ class GatedABC(AbstractMixer):
         z = torch.full(shape, float("-inf"), dtype=dtype, device=device)
         return GatedABCState(k, v, z, torch.zeros(batch, dtype=torch.int64, device=device))
 
-    def state_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of state of one sequence: H M (K + V + 1) values and a counter."""
-        _, H, K, V = self.heads
-        itemsize = accumulation_dtype(self.out_proj.weight.dtype).itemsize
-        return H * self.config.num_slots * (K + V + 1) * itemsize + 8
-
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs a token of the recurrent form.
 

@@ -155,11 +155,6 @@ class GLA(AbstractMixer):
         dtype = accumulation_dtype(weight.dtype)
         return GLAState(torch.zeros(batch, H, K, V, dtype=dtype, device=weight.device))
 
-    def state_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of state of one sequence: H K V values, for any length."""
-        _, H, K, V = self.heads
-        return H * K * V * accumulation_dtype(self.out_proj.weight.dtype).itemsize
-
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs a token of the recurrent form.
 

@@ -271,11 +271,6 @@ class GSA(AbstractMixer):
         fields = GSAState._fields
         return GSAState(*(torch.zeros(shape, dtype=dtype, device=weight.device) for _ in fields))
 
-    def state_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of state of one sequence: 2 M H D values, for any length."""
-        values = 2 * self.config.num_slots * self.widths[1]
-        return values * accumulation_dtype(self.out_proj.weight.dtype).itemsize
-
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs a token: projections, 3 for each number of the state, 4 M HQ D.
 

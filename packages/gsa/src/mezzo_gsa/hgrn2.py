@@ -144,11 +144,6 @@ class HGRN2(AbstractMixer):
         dtype = accumulation_dtype(weight.dtype)
         return GLAState(torch.zeros(batch, H, K, V, dtype=dtype, device=weight.device))
 
-    def state_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of state of one sequence: C D values, for any length."""
-        itemsize = accumulation_dtype(self.out_proj.weight.dtype).itemsize
-        return self.d_model * self.config.head_dim * itemsize
-
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs a token: projections 2·4C², update and reading of S 5 C D."""
         return 8 * self.d_model**2 + 5 * self.d_model * self.config.head_dim

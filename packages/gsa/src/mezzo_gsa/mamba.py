@@ -135,12 +135,6 @@ class Mamba(AbstractMixer):
         dtype = accumulation_dtype(weight.dtype)
         return MambaState(*(torch.zeros(size, dtype=dtype, device=weight.device) for size in sizes))
 
-    def state_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of state of one sequence: E (N + conv_width - 1) values, always."""
-        numbers = self.config.state_size + self.config.conv_width - 1
-        itemsize = accumulation_dtype(self.out_proj.weight.dtype).itemsize
-        return self.config.expand * self.d_model * numbers * itemsize
-
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs a token of the recurrent form.
 

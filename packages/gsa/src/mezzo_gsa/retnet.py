@@ -228,12 +228,6 @@ class RetNet(AbstractMixer):
             torch.zeros(batch, dtype=torch.int64, device=weight.device),
         )
 
-    def state_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of state of one sequence: HQ K V values and a counter, at any length."""
-        HQ, _, K, V = self.heads
-        itemsize = accumulation_dtype(self.out_proj.weight.dtype).itemsize
-        return HQ * K * V * itemsize + 8
-
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs a token of the recurrent form.
 

@@ -66,10 +66,6 @@ class ShortConv(AbstractMixer):
         shape, like = (batch, self.width - 1, self.d_model), self.weight
         return Past(torch.zeros(shape, dtype=like.dtype, device=like.device))
 
-    def state_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of the last width - 1 tokens."""
-        return (self.width - 1) * self.d_model * self.weight.element_size()
-
     def flops_per_token(self, num_tokens: int) -> float:
         """Return 2 FLOPs a weight."""
         return 2 * self.weight.numel()

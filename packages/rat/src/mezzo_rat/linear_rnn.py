@@ -88,10 +88,6 @@ class LinearRNN(AbstractMixer):
         h = torch.zeros(batch, self.d_model, dtype=dtype, device=device)
         return LinearRNNState(h, torch.zeros(batch, dtype=torch.int64, device=device))
 
-    def state_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of state of one sequence: C values and a counter, for any length."""
-        return self.d_model * accumulation_dtype(self.out_proj.weight.dtype).itemsize + 8
-
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs a token: projections 2·4C², recurrence 3C, output gate C."""
         return 8 * self.d_model**2 + 4 * self.d_model

@@ -246,12 +246,6 @@ class RATReversed(AbstractMixer):
             torch.zeros(batch, dtype=torch.int64, device=device),
         )
 
-    def state_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of state of one sequence: one chunk of keys and values, one value."""
-        weight = self.out_proj.weight
-        chunk = 2 * self.config.chunk_size * self.d_model * weight.element_size()
-        return chunk + self.d_model * accumulation_dtype(weight.dtype).itemsize + 8
-
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs a token, averaged over a sequence of T tokens.
 

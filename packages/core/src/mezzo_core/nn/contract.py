@@ -95,9 +95,12 @@ class AbstractSequenceModule(nn.Module, ABC):
     def init_state(self, batch: int) -> Any:
         """Return the state before the first token, on the device of the weights."""
 
-    @abstractmethod
     def state_bytes(self, num_tokens: int) -> int:
-        """Return the bytes that the state of a sequence of `num_tokens` takes on the device."""
+        """Return the bytes that the state of a sequence of `num_tokens` takes on the device.
+
+        This default is for states of fixed size. A module whose state grows must override it.
+        """
+        return sum(x.nbytes for x in tree_leaves(self.init_state(1)))
 
     @abstractmethod
     def flops_per_token(self, num_tokens: int) -> float:
