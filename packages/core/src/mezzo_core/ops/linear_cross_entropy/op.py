@@ -29,15 +29,8 @@ def _linear_cross_entropy(
 
 
 @_linear_cross_entropy.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    dtype: torch.dtype,
-    differentiable: bool,
-    use_triton: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _targets, _ignore_index, dtype, differentiable, _use_triton = rest
     sums = accumulation_dtype(dtype)
     return chunked.Parts(
         loss=x.new_empty((), dtype=sums),

@@ -33,15 +33,8 @@ def gla(
 
 
 @gla.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _g, _initial_state, cu_seqlens, _scale = rest
     return q.new_empty(*q.shape[:3], v.shape[3]), _fake_state(k, v, cu_seqlens)
 
 
@@ -83,16 +76,9 @@ def gla_bwd(
 
 @gla_bwd.register_fake
 def _(
-    dout: Tensor,
-    dfinal: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float,
+    dout: Tensor, dfinal: Tensor | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    _initial_state, cu_seqlens, _scale = rest
     dq, dk, dv, dg = (x.new_empty(x.shape) for x in (q, k, v, g))
     return dq, dk, dv, dg, _fake_state(k, v, cu_seqlens)
 

@@ -275,15 +275,8 @@ def _step_projected(
     return step.run_layer_steps(parts, norm_weight, state, state, None, None, StepForm(*form))
 
 
-def _step_projected_fake(
-    x: Tensor,
-    gate_logits: Tensor | None,
-    norm_weight: Tensor | None,
-    slots_k: Tensor,
-    slots_v: Tensor,
-    num_heads: int,
-    *form: Any,
-) -> Tensor:
+def _step_projected_fake(x: Tensor, *rest: Any) -> Tensor:
+    _gate_logits, _norm_weight, _slots_k, slots_v, num_heads, *form = rest
     return x.new_empty(x.shape[0], num_heads * slots_v.shape[3], dtype=StepForm(*form).out_dtype)
 
 
@@ -318,17 +311,8 @@ def _recurrent_projected(
     return y.unflatten(0, x.shape[:2]), *after
 
 
-def _recurrent_projected_fake(
-    x: Tensor,
-    lengths: Tensor | None,
-    certain: Tensor | None,
-    gate_logits: Tensor | None,
-    norm_weight: Tensor | None,
-    slots_k: Tensor,
-    slots_v: Tensor,
-    num_heads: int,
-    *form: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _recurrent_projected_fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _lengths, _certain, _gate_logits, _norm_weight, slots_k, slots_v, num_heads, *_form = rest
     y = x.new_empty(*x.shape[:2], num_heads * slots_v.shape[3])
     return y, torch.empty_like(slots_k), torch.empty_like(slots_v)
 

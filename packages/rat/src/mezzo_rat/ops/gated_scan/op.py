@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from mezzo_core.ops.form import schema_of
 from mezzo_core.ops.gradients import register_gradient, undispatched
 from mezzo_core.ops.packed import check_borders
 from torch import Tensor
@@ -34,13 +35,9 @@ def _gated_scan(
 
 @_gated_scan.register_fake
 def _(
-    zvg: Tensor,
-    gate_bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    lengths: Tensor | None,
-    differentiable: bool,
+    zvg: Tensor, gate_bias: object, initial_state: object, cu_seqlens: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _lengths, differentiable = rest
     B, T, C = zvg.shape[0], zvg.shape[1], zvg.shape[2] // 3
     num_states = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     num_kept = (T + STATE_EVERY - 1) // STATE_EVERY if differentiable else 0
@@ -51,35 +48,23 @@ def _(
     )
 
 
-@torch.library.custom_op("mezzo_rat::gated_scan_bwd", mutates_args=())
+@torch.library.custom_op(
+    "mezzo_rat::gated_scan_bwd",
+    mutates_args=(),
+    schema=f"(Tensor dout, Tensor? dfinal, {schema_of(Saved)}) -> (Tensor, Tensor, Tensor)",
+)
 def _gated_scan_bwd(
-    dout: Tensor,
-    dfinal: Tensor | None,
-    zvg: Tensor,
-    gate_bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    lengths: Tensor | None,
-    kept: Tensor,
+    dout: Tensor, dfinal: Tensor | None, *saved: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dzvg, dbias and the gradients of the initial states."""
     from mezzo_rat.ops.gated_scan.triton.backward import gated_scan_bwd
 
-    saved = Saved(zvg, gate_bias, initial_state, cu_seqlens, lengths, kept)
-    return gated_scan_bwd(dout, dfinal, saved, STATE_EVERY)
+    return gated_scan_bwd(dout, dfinal, Saved(*saved), STATE_EVERY)
 
 
 @_gated_scan_bwd.register_fake
-def _(
-    dout: Tensor,
-    dfinal: Tensor | None,
-    zvg: Tensor,
-    gate_bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    lengths: Tensor | None,
-    kept: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(dout: Tensor, dfinal: Tensor | None, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    zvg, _, _, cu_seqlens, _, kept = Saved(*saved)
     C = kept.shape[2]
     num_states = zvg.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     return zvg.new_empty(zvg.shape), kept.new_empty(C), kept.new_empty(num_states, C)
