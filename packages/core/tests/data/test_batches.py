@@ -84,9 +84,9 @@ def test_every_token_is_in_one_part_and_predicted_once(lengths, seq_len, batch_s
     everything = set(range(sum(lengths)))
     left_out = everything - set(epoch) - set(held_out)
     assert len(left_out) == 1  # the very first token, which no token is before
-    assert sum(held_out.values()) + ended == data.num_validation_tokens
+    assert sum(held_out.values()) + ended == data.validation.num_targets
     assert sum(held_out.values()) == data.num_validation_bytes
-    assert data.num_train_tokens + data.num_validation_tokens == sum(lengths) + len(lengths)
+    assert data.num_train_tokens + data.validation.num_targets == sum(lengths) + len(lengths)
 
 
 @settings(max_examples=25, deadline=None)
@@ -161,7 +161,7 @@ def test_the_borders_have_no_more_slots_than_the_fullest_windows_need():
 def test_masking_drops_the_first_token_of_each_document_only(mask_documents):
     data = numbered([7] * 30, mask_documents=mask_documents)
     held_out = targets_of(data.validation_batches(3))
-    assert sum(held_out.values()) == data.num_validation_tokens
+    assert sum(held_out.values()) == data.validation.num_targets
     documents = held_out.pop(END)
     assert sum(held_out.values()) == documents * (6 if mask_documents else 7)
 
@@ -222,7 +222,7 @@ def test_a_single_document_is_split_by_position(tmp_path):
     (tmp_path / "a.txt").write_text("0123456789" * 10)
     config = DataConfig(source=str(tmp_path / "a.txt"), validation_fraction=0.2)
     data = config.build(5, None)
-    assert (data.num_train_tokens, data.num_validation_tokens) == (81, 20)
+    assert (data.num_train_tokens, data.validation.num_targets) == (81, 20)
     assert data.num_validation_bytes == 19  # and an end
 
 
@@ -320,7 +320,9 @@ def test_the_validation_bytes_of_masked_documents_count_parts_of_characters(tmp_
 def test_the_default_data_trains_and_is_the_same_from_the_cache(tmp_path):
     memory, cached = (DataConfig().build(64, cache_dir) for cache_dir in (None, tmp_path))
     assert torch.equal(memory.train_batch(7, 4).tokens, cached.train_batch(7, 4).tokens)
-    share = memory.num_validation_tokens / (memory.num_train_tokens + memory.num_validation_tokens)
+    share = memory.validation.num_targets / (
+        memory.num_train_tokens + memory.validation.num_targets
+    )
     assert 0.045 < share <= 0.05
     first = next(memory.validation_batches(1)).targets[0].tolist()
     assert "chapter" in memory.tokenizer.decode(first).lower()
@@ -397,7 +399,7 @@ def test_windows_longer_than_the_validation_part_are_padded(mask_documents):
     data = numbered([9] * 100, seq_len=400, mask_documents=mask_documents, fraction=0.1)
     batches = list(data.validation_batches(3))
     assert [int((batch.targets != NO_TARGET).sum()) for batch in batches] == [
-        data.num_validation_tokens
+        data.validation.num_targets
     ]
 
 

@@ -101,8 +101,8 @@ def test_all_that_the_texts_hold_out_is_validated_once_and_spread_evenly(mixture
     half = kinds(torch.cat([row.tokens for row in found[: len(found) // 2]]))
     every = kinds(torch.cat([row.tokens for row in found]))
     assert all(abs(half[kind] - every[kind] / 2) <= 1 for kind in "a1+")
-    for name in ("num_validation_tokens", "num_validation_bytes"):
-        assert getattr(data, name) == sum(getattr(text, name) for text in alone)
+    assert data.num_validation_bytes == sum(text.num_validation_bytes for text in alone)
+    assert data.validation.num_targets == sum(text.validation.num_targets for text in alone)
     assert (data.num_train_tokens, data.vocab_size, data.seq_len) == (None, 257, 3)
 
 

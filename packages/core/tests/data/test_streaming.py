@@ -372,4 +372,4 @@ def test_the_fingerprint_of_a_stream_sees_held_out_documents_and_the_tokenizer()
 def test_windows_longer_than_the_held_out_text_are_padded(mask_documents):
     data = build(stream_of(["a"]), seq_len=500, mask_documents=mask_documents)
     (batch,) = data.validation_batches(1)
-    assert int((batch.targets != NO_TARGET).sum()) == data.num_validation_tokens
+    assert int((batch.targets != NO_TARGET).sum()) == data.validation.num_targets

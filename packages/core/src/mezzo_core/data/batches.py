@@ -313,14 +313,6 @@ class TextData(BatchSource):
         """The number of tokens of the tokenizer."""
         return self.tokenizer.vocab_size
 
-    @property
-    def num_validation_tokens(self) -> int:
-        """How many targets the validation batches have: all tokens, including end tokens.
-
-        With masked documents the first token of each document is not a target.
-        """
-        return self.validation.num_targets
-
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield the validation part in order, with each token as a target exactly once.
 
