@@ -1,6 +1,6 @@
 """The plain stack: blocks, one after another."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -67,13 +67,9 @@ class Stack(AbstractStack):
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Any, ...] | None]:
         """Map (B, T, C) to (B, T, C); each block checks its arguments."""
-        if state is None:
-            before: tuple[Any, ...] = (None,) * len(self.blocks)
-        else:
-            self._check_depth(state)
-            before = state
+        before = (None,) * len(self.blocks) if state is None else state
         after = []
-        for block, its_state in zip(self.blocks, before, strict=True):
+        for block, its_state in self._pairs(before):
             x, new = block(x, its_state, cu_seqlens=cu_seqlens, lengths=lengths)
             after.append(new)
         return x, None if state is None else tuple(after)
@@ -82,9 +78,8 @@ class Stack(AbstractStack):
         self, x: Tensor, state: tuple[Any, ...], lengths: Tensor, certain: Tensor
     ) -> tuple[Tensor, tuple[Any, ...]]:
         """Look ahead in block after block."""
-        self._check_depth(state)
         after = []
-        for block, its_state in zip(self.blocks, state, strict=True):
+        for block, its_state in self._pairs(state):
             x, new = block.look_ahead(x, its_state, lengths, certain)
             after.append(new)
         return x, tuple(after)
@@ -92,44 +87,31 @@ class Stack(AbstractStack):
     def step(self, x: Tensor, state: tuple[Any, ...]) -> Tensor:
         """Decode one token of every row, (B, 1, C) to (B, 1, C), overwriting the state in place."""
         self.check_step(x, state)
-        for block, its_state in zip(self.blocks, state, strict=True):
+        for block, its_state in self._pairs(state):
             x = block.step(x, its_state)
         return x
 
     def check_step(self, x: Tensor, state: tuple[Any, ...]) -> None:
         """Check the arguments of every block's `step`, so that none moves where another cannot."""
-        self._check_depth(state)
-        for block, its_state in zip(self.blocks, state, strict=True):
+        for block, its_state in self._pairs(state):
             block.check_step(x, its_state)
 
     def before_step(self, state: tuple[Any, ...], run: Run = run_eagerly) -> None:
         """Call `before_step` of every block."""
-        self._check_depth(state)
-        for block, its_state in zip(self.blocks, state, strict=True):
+        for block, its_state in self._pairs(state):
             block.before_step(its_state, run)
 
     def reserve(self, state: tuple[Any, ...], num_tokens: int) -> tuple[Any, ...]:
         """Return the state with room for `num_tokens` more tokens of every row, for `step`."""
-        self._check_depth(state)
-        return tuple(
-            block.reserve(its_state, num_tokens)
-            for block, its_state in zip(self.blocks, state, strict=True)
-        )
+        return tuple(block.reserve(its, num_tokens) for block, its in self._pairs(state))
 
     def copy_rows(self, state: tuple[Any, ...], rows: Tensor | None) -> tuple[Any, ...]:
         """Return a copy of every block's state."""
-        return tuple(
-            block.copy_rows(its_state, rows)
-            for block, its_state in zip(self.blocks, state, strict=True)
-        )
+        return tuple(block.copy_rows(its, rows) for block, its in self._pairs(state))
 
     def reset(self, state: tuple[Any, ...], rows: Rows) -> tuple[Any, ...]:
         """Return a state in which some rows are before their first token, in every block."""
-        self._check_depth(state)
-        return tuple(
-            block.reset(its_state, rows)
-            for block, its_state in zip(self.blocks, state, strict=True)
-        )
+        return tuple(block.reset(its, rows) for block, its in self._pairs(state))
 
     def overwritten(self) -> tuple[bool, ...]:
         """Tell it of every block's state in turn."""
@@ -159,7 +141,9 @@ class Stack(AbstractStack):
         """Return the blocks."""
         return self.blocks
 
-    def _check_depth(self, state: Any) -> None:
+    def _pairs(self, state: Any) -> Iterator[tuple[AbstractBlock, Any]]:
+        """Return each block with its state."""
         if not isinstance(state, tuple) or len(state) != len(self.blocks):
             got = len(state) if isinstance(state, tuple) else type(state).__name__
             raise ValueError(f"state must hold {len(self.blocks)} blocks' states, got {got}")
+        return zip(self.blocks, state, strict=True)
