@@ -31,23 +31,8 @@ def step_abc_(
     This equals `recurrent_abc` with T = 1; the arguments have no axis of tokens. It has no
     gradients, never waits for the GPU, and can be captured in a CUDA graph.
 
-    Args:
-        q: (B, HQ, K) queries; query head h uses head h // (HQ // H).
-        k: (B, H, K) keys.
-        v: (B, H, V) values.
-        s: (B, H, M) raw scores.
-        state: float32 (float64 for float64 inputs); overwritten.
-        reading: as in `chunk_abc`.
-        scale: multiplies q.
-        impl: as in `step_gsa_`.
-
-    Returns:
-        out (B, HQ, V) in the dtype of q.
-
-    Raises:
-        RuntimeError: if a gradient would be needed.
-        TypeError: if an argument or a tensor's dtype is not of the kinds above.
-        ValueError: if a shape, a device, `reading`, `scale` or `impl` is not as above.
+    The state is float32 (float64 for float64 inputs). Otherwise arguments and errors are those of
+    `chunk_abc`, and `impl` is that of `step_gsa_`; a RuntimeError if a gradient would be needed.
     """
     op = "step_abc_"
     check_floating(op, "s", s)

@@ -152,27 +152,10 @@ def chunk_gsa_projected(
     `chunk_gsa(swish(q), swish(k), swish(v), logsigmoid(logits) / damping)`. The kernels compute the
     gate while they load its logits.
 
-    Args:
-        x: (B, T, W), W = (HQ + 2 H) D + H M: q, k, v of heads of D channels, and H·M logits.
-        num_heads: HQ.
-        num_kv_heads: H, which divides HQ.
-        num_slots: M.
-        damping: τ, which divides the log of the gate.
-        scale: see `chunk_gsa`.
-        between: see `chunk_gsa`.
-        swish: whether swish is applied to q, k and v.
-        initial_state: see `chunk_gsa`.
-        cu_seqlens: see `chunk_gsa`.
-        keep_states: see `chunk_gsa`.
-        impl: see `chunk_gsa`.
-
-    Returns:
-        out (B, T, HQ, D) and the final state.
-
-    Raises:
-        TypeError: as `chunk_gsa`; also if a number of heads or slots is not an int.
-        ValueError: as `chunk_gsa`; also if W does not fit the heads, or a number of heads or slots
-            or the damping is not positive.
+    The axis of x has W = (HQ + 2 H) D + H M channels, of HQ = `num_heads` heads of queries, of
+    H = `num_kv_heads` heads of keys and values, which divide these, and of M = `num_slots` slots.
+    Without `swish`, q, k and v are taken as they are. The other arguments, the results and the
+    errors are those of `chunk_gsa`.
     """
     op = "chunk_gsa_projected"
     keep: Keep = "states" if keep_states else "weights"
@@ -212,29 +195,13 @@ def recurrent_gsa_projected(
     has, and the memories stay on chip from token to token. But these have no products of matrices,
     so this is for a few tokens.
 
-    Args:
-        x: (B, T, W), T at least 1, the output of the layer's first projection.
-        state: K~ and V~ before the first token.
-        num_heads: see `step_gsa_projected_`, as the arguments up to `between`.
-        damping: τ.
-        gate_logits: logits that are the same for every token.
-        norm_weight: of the norm; None: no norm.
-        norm_eps: of the norm.
-        swish: whether swish is applied to q, k and v.
-        scale: multiplies q.
-        between: as in `chunk_gsa`.
-        lengths: (B,) int64, how many tokens of each row are real; None: all. What follows them
-            changes no state, and its y is zero.
-        certain: (B,) int64, at most `lengths`, how many tokens of each row the state is to have
-            read; None: all real ones.
-        impl: as in `step_gsa_`.
+    x has T tokens of each row, at least one. Of these, `lengths` (B,) int64 are real: what follows
+    them changes no state, and its y is zero. `certain` (B,) int64, at most `lengths`, are what the
+    state is to have read. None stands for all. The other arguments and the errors are those of
+    `step_gsa_projected_`.
 
     Returns:
         y (B, T, C) in the dtype of x, and the state after the last certain token of each row.
-
-    Raises:
-        RuntimeError: if a gradient would be needed.
-        TypeError, ValueError: as `step_gsa_projected_`, or if `lengths` or `certain` do not fit x.
     """
     op, form = "recurrent_gsa_projected", StepForm(scale, between, damping, swish, norm_eps)
     check_floating(op, "x", x)
