@@ -9,11 +9,10 @@ from mezzo_core.ops.packed import check_borders, check_cu_seqlens
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
-from mezzo_gsa.ops.abc.checks import check_parts
 from mezzo_gsa.ops.abc.reference import recurrent_abc_reference
-from mezzo_gsa.ops.abc.state import ABCOutput, ABCState
+from mezzo_gsa.ops.abc.state import ABCOutput, ABCState, shapes_of
 from mezzo_gsa.ops.abc.strengths import Reading, check_reading, gates_and_strengths, running_lse
-from mezzo_gsa.ops.decoding.checks import check_state
+from mezzo_gsa.ops.decoding.checks import check_parts
 from mezzo_gsa.ops.eager.op import eager_op
 from mezzo_gsa.ops.gsa.api import chunk_gsa
 from mezzo_gsa.ops.gsa.arguments import GSAState, check_inputs
@@ -120,7 +119,7 @@ def _prepare(
     if initial_state is None:
         k0, v0 = (x.new_zeros(*slots, x.shape[3], dtype=dtype) for x in (k, v))
         return s, ABCState(k0, v0, s.new_full(slots, float("-inf"), dtype=dtype))
-    check_parts(check_state, op, "initial_state", initial_state, k, v, s, S)
+    check_parts(op, "initial_state", initial_state, ABCState, shapes_of(slots, k, v), q)
     k0, v0, z0 = (x.to(dtype) for x in initial_state)
     return s, ABCState(k0, v0, _without_gradient_of_nothing(z0))
 

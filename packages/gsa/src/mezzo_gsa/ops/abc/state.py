@@ -15,6 +15,11 @@ class ABCState(NamedTuple):
     """Log of the sum of exp(s) so far; -inf before the first token."""
 
 
+def shapes_of(slots: tuple[int, ...], k: Tensor, v: Tensor) -> list[tuple[int, ...]]:
+    """Return the shapes of a state of (S, H, M) slots, for k (..., K) and v (..., V)."""
+    return [(*slots, k.shape[-1]), (*slots, v.shape[-1]), slots]
+
+
 class ABCOutput(NamedTuple):
     """What `chunk_abc` and `recurrent_abc` return."""
 

@@ -7,10 +7,9 @@ from mezzo_core.ops.impl import Impl
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
-from mezzo_gsa.ops.abc.checks import check_parts
-from mezzo_gsa.ops.abc.state import ABCState
+from mezzo_gsa.ops.abc.state import ABCState, shapes_of
 from mezzo_gsa.ops.abc.strengths import Reading, check_reading, gates_and_strengths
-from mezzo_gsa.ops.decoding.checks import check_memory, check_no_gradients
+from mezzo_gsa.ops.decoding.checks import check_memory, check_no_gradients, check_parts
 from mezzo_gsa.ops.gsa.arguments import GSAState, check_inputs
 from mezzo_gsa.ops.gsa.step import step_gsa_
 
@@ -38,7 +37,7 @@ def step_abc_(
     check_floating(op, "s", s)
     check_inputs(op, q, k, v, None, s, scale, "softmax", sizes="(B, HQ, K)")
     check_reading(op, reading)
-    check_parts(check_memory, op, "state", state, k, v, s)
+    check_parts(op, "state", state, ABCState, shapes_of(s.shape, k, v), q, check_memory)
     check_no_gradients(op, q, k, v, s, *state)
     s = s.to(accumulation_dtype(q.dtype))
     z = torch.logaddexp(state.z, s)

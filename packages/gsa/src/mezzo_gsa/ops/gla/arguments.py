@@ -7,6 +7,8 @@ from mezzo_core.ops.checks import check_floating, check_number
 from mezzo_core.positions import RopeScaling
 from torch import Tensor
 
+from mezzo_gsa.ops.decoding.checks import check_heads
+
 StepMap = Literal["relu", "swish"]
 
 MAX_K, MAX_V = 512, 1024
@@ -80,37 +82,11 @@ def check_inputs(
     `sizes` names the axes of q in messages; all tensors share the first ones. `gates` is the name
     of g in messages.
     """
-    named = (("q", q), ("k", k), ("v", v), (gates, g))
-    for name, x in named:
-        check_floating(op, name, x)
-    check_number(op, "scale", scale)
-    if q.ndim != sizes.count(",") + 1:
-        raise ValueError(f"{op}: q must be {sizes}, got {tuple(q.shape)}")
-    *axes, HQ, K = q.shape
-    H = k.shape[-2] if k.ndim == q.ndim else 0
-    if not H or not HQ or HQ % H or k.shape != (*axes, H, K):
+    check_heads(op, q, k, v, {gates: g}, scale, sizes=sizes)
+    if g.shape[-1] not in (k.shape[-1], 1):
         raise ValueError(
-            f"{op}: k must be ({_listed(axes)}, H, {K}) with H a divisor of {HQ}, "
-            f"got {tuple(k.shape)}"
+            f"{op}: {gates} must be {tuple(k.shape)} or {(*k.shape[:-1], 1)}, got {tuple(g.shape)}"
         )
-    if v.ndim != q.ndim or v.shape[:-1] != (*axes, H):
-        raise ValueError(f"{op}: v must be ({_listed(axes)}, {H}, V), got {tuple(v.shape)}")
-    if g.shape not in ((*axes, H, K), (*axes, H, 1)):
-        raise ValueError(
-            f"{op}: {gates} must be {(*axes, H, K)} or {(*axes, H, 1)}, got {tuple(g.shape)}"
-        )
-    for name, x in named:
-        if x.device != q.device:
-            raise ValueError(f"{op}: {name} is on {x.device}, q on {q.device}")
-        if not x.shape[-1]:
-            raise ValueError(f"{op}: the last size of {name} must not be 0: {tuple(x.shape)}")
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise TypeError(f"{op}: {name} must have the dtype of q, {q.dtype}, got {x.dtype}")
-
-
-def _listed(axes: list[int]) -> str:
-    return ", ".join(map(str, axes))  # for messages only: torch.compile cannot trace str(size)
 
 
 def unsupported(q: Tensor, v: Tensor) -> str | None:

@@ -123,48 +123,14 @@ def check_inputs(
         TypeError, ValueError: if one does not fit; the message names it.
     """
     check_between(op, between)
-    check_number(op, "scale", scale)
-    if g is None and s is None:
+    gates = s if g is None else g
+    if gates is None:
         raise ValueError(f"{op}: g or s must be given, got neither")
-    named = [("q", q), ("k", k), ("v", v)]
-    named += [(name, x) for name, x in (("g", g), ("s", s)) if x is not None]
-    for name, x in named:
-        check_floating(op, name, x)
-    if q.ndim != sizes.count(",") + 1:
-        raise ValueError(f"{op}: q must be {sizes}, got {tuple(q.shape)}")
-    for name, x in named:
-        if x.ndim != q.ndim or x.shape[:-2] != q.shape[:-2]:
-            raise ValueError(
-                f"{op}: {name} must have the batch and tokens of q {tuple(q.shape)}, "
-                f"got {tuple(x.shape)}"
-            )
-        if x.device != q.device:
-            raise ValueError(f"{op}: {name} is on {x.device}, q on {q.device}")
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise TypeError(f"{op}: {name} must have the dtype of q, {q.dtype}, got {x.dtype}")
-    _check_sizes(op, q, k, named)
-    return named[3][1]
-
-
-def _check_sizes(op: str, q: Tensor, k: Tensor, named: list[tuple[str, Tensor]]) -> None:
-    H = k.shape[-2]
-    if k.shape[-1] != q.shape[-1] or H < 1 or q.shape[-2] < 1 or q.shape[-2] % H:
-        raise ValueError(
-            f"{op}: k must be as wide as q, with a number of heads that divides q's: "
-            f"q is {tuple(q.shape)}, k {tuple(k.shape)}"
-        )
-    M = named[3][1].shape[-1]
-    for name, x in named[2:]:
-        width = x.shape[-1] if name == "v" else M
-        if x.shape[-2:] != (H, width):
-            raise ValueError(
-                f"{op}: {name} must end in (H, {'M' if name != 'v' else 'V'}) = {(H, width)}, "
-                f"got {tuple(x.shape)}"
-            )
-    for name, x in named:
-        if not x.shape[-1]:
-            raise ValueError(f"{op}: the last size of {name} must not be 0: {tuple(x.shape)}")
+    others = {name: x for name, x in (("g", g), ("s", s)) if x is not None}
+    checks.check_heads(op, q, k, v, others, scale, sizes=sizes)
+    if s is not None and s.shape != gates.shape:
+        raise ValueError(f"{op}: s must be {tuple(gates.shape)}, got {tuple(s.shape)}")
+    return gates
 
 
 def check_between(op: str, between: Any) -> None:
@@ -206,13 +172,10 @@ def check_state(
     if cu_seqlens is not None:
         check_cu_seqlens(op, cu_seqlens, q)
         num_states = cu_seqlens.shape[0] - 1
-    if state is None:
-        return
-    if not isinstance(state, GSAState):
-        raise TypeError(f"{op}: initial_state must be a GSAState, got {type(state).__name__}")
-    slots = (num_states, *gates.shape[2:])
-    for name, memory, x in (("k", state.k, k), ("v", state.v, v)):
-        checks.check_state(op, f"initial_state.{name}", memory, (*slots, x.shape[3]), q)
+    if state is not None:
+        slots = (num_states, *gates.shape[2:])
+        shapes = [(*slots, x.shape[3]) for x in (k, v)]
+        checks.check_parts(op, "initial_state", state, GSAState, shapes, q)
 
 
 def unsupported(q: Tensor, M: int, K: int, V: int) -> str | None:

@@ -15,7 +15,12 @@ from mezzo_core.ops.precision import without_autocast
 from torch import Tensor
 from torch.nn import functional as F
 
-from mezzo_gsa.ops.decoding.checks import check_memory, check_no_gradients
+from mezzo_gsa.ops.decoding.checks import (
+    check_kind,
+    check_memory,
+    check_no_gradients,
+    check_parts,
+)
 from mezzo_gsa.ops.gates.elementwise import log_gate
 from mezzo_gsa.ops.gsa.arguments import (
     Between,
@@ -71,7 +76,8 @@ def step_gsa_(
     """
     op = "step_gsa_"
     gates = check_inputs(op, q, k, v, g, s, scale, between, sizes="(B, HQ, K)")
-    _check_state(op, state, q, *((*gates.shape, x.shape[2]) for x in (k, v)))
+    shapes = [(*gates.shape, x.shape[2]) for x in (k, v)]
+    check_parts(op, "state", state, GSAState, shapes, q, check_memory)
     check_no_gradients(op, q, k, v, g, s, *state)
     if resolve_impl(op, impl, q.device, unsupported_step(q, state)) == "triton":
         g, s = (x if x is None else x.float() for x in (g, s))
@@ -167,7 +173,7 @@ def check_projected(
     form: StepForm,
 ) -> None:
     """Check the arguments of steps from a projection, with x (B, W) of one token."""
-    _check_kind(op, state)
+    check_kind(op, "state", state, GSAState)
     check_floating(op, "x", x)
     for name, part in (("gate_logits", gate_logits), ("norm_weight", norm_weight)):
         if part is not None:
@@ -198,22 +204,8 @@ def check_projected(
     check_number(op, "norm_eps", form.norm_eps, positive=True)
     if form.out_dtype is not None and form.out_dtype not in FLOATING:
         raise TypeError(f"{op}: out_dtype must be a floating-point dtype, got {form.out_dtype!r}")
-    _check_state(op, state, x, (x.shape[0], H, M, K), (x.shape[0], H, M, V))
-
-
-def _check_kind(op: str, state: Any) -> None:
-    if not isinstance(state, GSAState):
-        raise TypeError(f"{op}: state must be a GSAState, got {type(state).__name__}")
-    for name, part in zip(GSAState._fields, state, strict=True):
-        check_floating(op, f"state.{name}", part)
-
-
-def _check_state(
-    op: str, state: GSAState, x: Tensor, shape_k: tuple[int, ...], shape_v: tuple[int, ...]
-) -> None:
-    _check_kind(op, state)
-    check_memory(op, "state.k", state.k, shape_k, x)
-    check_memory(op, "state.v", state.v, shape_v, x)
+    shapes = [(x.shape[0], H, M, width) for width in (K, V)]
+    check_parts(op, "state", state, GSAState, shapes, x, check_memory)
 
 
 def unsupported_step(x: Tensor, state: GSAState) -> str | None:
