@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
 from mezzo_core.nn.norm import RMSNorm, is_plain_norm
 from mezzo_core.ops.checks import check_number, check_size
@@ -13,11 +12,11 @@ from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
 from mezzo_gsa.heads import (
+    AbstractOfAttention,
     FeatureMap,
     apply_feature_map,
     check_feature_map,
     check_flag,
-    copy_attention,
     norm_heads,
     plan_heads,
 )
@@ -66,7 +65,7 @@ class GLAState(NamedTuple):
     """(B, H, K, V) float32: the memory of each key-value head."""
 
 
-class GLA(AbstractMixer):
+class GLA(AbstractOfAttention):
     """The GLA mixer: y = (RMSNorm(GLA(q, k, v, g)) ⊙ swish(x Wz)) Wo.
 
     q, k, v = x Wq, x Wk, x Wv, and g = logsigmoid(x W1 W2 + b) / damping. The scale is K^-1/2, and
@@ -108,10 +107,6 @@ class GLA(AbstractMixer):
         self.g_proj = Linear(config.gate_rank, H * K)
         self.norm = RMSNorm(V, eps=config.norm_eps)
         self.out_proj = Linear(HQ * V, d_model, bias=False)
-
-    def take_attention(self, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor) -> None:
-        """Copy the matrices of softmax attention with as many heads (`mezzo_gsa.convert`)."""
-        copy_attention(self.in_proj, self.widths, self.out_proj, wq, wk, wv, wo)
 
     def forward(
         self,

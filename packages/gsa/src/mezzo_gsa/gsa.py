@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
-from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear, is_plain, takes_decode_linear
 from mezzo_core.nn.norm import is_plain_norm
 from mezzo_core.ops.checks import check_number, check_size
@@ -15,7 +14,7 @@ from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mezzo_gsa.heads import check_flag, copy_attention
+from mezzo_gsa.heads import AbstractOfAttention, check_flag
 from mezzo_gsa.ops import (
     Between,
     GSAState,
@@ -91,7 +90,7 @@ class GSAConfig:
         return GSA(self, d_model)
 
 
-class GSA(AbstractMixer):
+class GSA(AbstractOfAttention):
     """The GSA mixer: y = RMSNorm(swish(o)) Wo, o from swish(x Wq), swish(x Wk), swish(x Wv), x Wα.
 
     The rows of `in_proj.weight`, with HQ heads of queries and H of keys and values, are HQ·D rows
@@ -139,10 +138,6 @@ class GSA(AbstractMixer):
         power = float(self.config.damping) * torch.log1p(-1 / spans)  # log of α^τ = sigmoid(logit)
         logits = power - torch.log(-torch.expm1(power))
         start.copy_(logits.repeat(self.num_kv_heads))
-
-    def take_attention(self, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor) -> None:
-        """Copy the matrices of softmax attention with as many heads (`mezzo_gsa.convert`)."""
-        copy_attention(self.in_proj, self.widths, self.out_proj, wq, wk, wv, wo)
 
     def forward(
         self,

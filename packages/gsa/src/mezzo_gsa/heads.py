@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 import torch.nn.functional as F
+from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.norm import is_plain_norm
 from mezzo_core.ops.checks import check_number, check_size
 from torch import Tensor, nn
@@ -108,34 +109,27 @@ def norm_heads(norm: nn.Module, eps: float, out: Tensor, z: Tensor | None) -> Te
     return y if z is None else y * F.silu(z)
 
 
-@torch.no_grad()
-def copy_attention(
-    in_proj: nn.Linear,
-    widths: Sequence[int],
-    out_proj: nn.Linear,
-    wq: Tensor,
-    wk: Tensor,
-    wv: Tensor,
-    wo: Tensor,
-) -> None:
-    """Copy the matrices of softmax attention to where a mixer of the family has its own.
+class AbstractOfAttention(AbstractMixer):
+    """A mixer that can start with the weights of softmax attention (`mezzo_gsa.convert`).
 
-    Args:
-        in_proj: its first rows are Wq, Wk and Wv.
-        widths: of `in_proj`, as `Heads.split` takes them.
-        out_proj: Wo.
-        wq: (HQ D, C).
-        wk: (H D, C).
-        wv: (H D, C).
-        wo: (C, HQ D).
-
-    Raises:
-        ValueError: if the mixer's matrices have other shapes.
+    The first rows of `in_proj` are its Wq, Wk and Wv, as `widths` says, and `out_proj` is its Wo.
     """
-    q, k, v, *_ = in_proj.weight.split(list(widths))
-    pairs = {"Wq": (q, wq), "Wk": (k, wk), "Wv": (v, wv), "Wo": (out_proj.weight, wo)}
-    for name, (own, weight) in pairs.items():
-        if own.shape != weight.shape:
-            raise ValueError(f"has no {name} of shape {tuple(weight.shape)}")
-    for own, weight in pairs.values():
-        own.copy_(weight)
+
+    in_proj: nn.Linear
+    out_proj: nn.Linear
+    widths: Sequence[int]
+
+    @torch.no_grad()
+    def take_attention(self, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor) -> None:
+        """Copy the matrices of softmax attention with as many heads.
+
+        Raises:
+            ValueError: if the mixer's matrices have other shapes.
+        """
+        q, k, v, *_ = self.in_proj.weight.split(list(self.widths))
+        pairs = {"Wq": (q, wq), "Wk": (k, wk), "Wv": (v, wv), "Wo": (self.out_proj.weight, wo)}
+        for name, (own, weight) in pairs.items():
+            if own.shape != weight.shape:
+                raise ValueError(f"has no {name} of shape {tuple(weight.shape)}")
+        for own, weight in pairs.values():
+            own.copy_(weight)

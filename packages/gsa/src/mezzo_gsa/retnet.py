@@ -6,7 +6,6 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
-from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
 from mezzo_core.nn.norm import RMSNorm, is_plain_norm
 from mezzo_core.ops.checks import check_number
@@ -22,11 +21,11 @@ from mezzo_core.positions import (
 from torch import Tensor, nn
 
 from mezzo_gsa.heads import (
+    AbstractOfAttention,
     FeatureMap,
     apply_feature_map,
     check_feature_map,
     check_flag,
-    copy_attention,
     norm_heads,
     plan_heads,
 )
@@ -84,7 +83,7 @@ class RetNetState(NamedTuple):
     """(B,) int64: the tokens that each row has seen."""
 
 
-class RetNet(AbstractMixer):
+class RetNet(AbstractOfAttention):
     """The RetNet mixer: y = (RMSNorm(retention) ⊙ swish(x Wz)) Wo.
 
     Head h = 0, 1, ... decays by γ = 1 - 2^(-5-h) at each token. Queries and keys have RoPE, the
@@ -141,10 +140,6 @@ class RetNet(AbstractMixer):
         """Let `qk_map` start as the identity."""
         if self.qk_map is not None:
             nn.init.eye_(self.qk_map.weight)
-
-    def take_attention(self, wq: Tensor, wk: Tensor, wv: Tensor, wo: Tensor) -> None:
-        """Copy the matrices of softmax attention with as many heads (`mezzo_gsa.convert`)."""
-        copy_attention(self.in_proj, self.widths, self.out_proj, wq, wk, wv, wo)
 
     def forward(
         self,
