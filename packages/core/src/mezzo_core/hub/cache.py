@@ -90,6 +90,15 @@ class HeldState:
         self._replace(state, T)
         return y if last_only else torch.cat([*parts, y], 1)
 
+    def read_on(
+        self, x: Tensor, padding: Padding | None = None, *, last_only: bool = False
+    ) -> Tensor:
+        """Read more tokens; a single one of each row by a step, if nothing needs a gradient."""
+        is_step = x.shape[1] == 1 and padding is None and self.num_tokens > 0
+        if is_step and not torch.is_grad_enabled():
+            return self.step(x)
+        return self.read(x, padding, last_only=last_only)
+
     def step(self, x: Tensor) -> Tensor:
         """Decode one token of every row in place."""
         # Outside of inference mode, tensors that were made in it cannot be overwritten.

@@ -120,7 +120,7 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
             if cache.is_croppable:  # assisted decoding wants the logits of what it may take back
                 cache.allow_rollback(count)
             last_only = count == 1 and labels is None
-            logits = self._continue(cache, tokens, padding, last_only=last_only)
+            logits = cache.held.read_on(tokens, padding, last_only=last_only)
         loss = None
         if labels is not None:
             loss = _loss(logits, labels, padding, num_items_in_batch)
@@ -130,16 +130,6 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
         logits = logits[:, wanted]
         kept = None if use_cache is False else cache
         return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: kept})
-
-    def _continue(
-        self, cache: MezzoCache, tokens: Tensor, padding: Padding | None, *, last_only: bool
-    ) -> Tensor:
-        """Return the logits of more tokens; of the last real ones alone if only they are wanted."""
-        held = cache.held
-        is_step = tokens.shape[1] == 1 and padding is None and held.num_tokens > 0
-        if is_step and not torch.is_grad_enabled():
-            return held.step(tokens)
-        return held.read(tokens, padding, last_only=last_only)
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the embedding."""

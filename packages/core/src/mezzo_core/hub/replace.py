@@ -80,14 +80,8 @@ class MixerAttention(nn.Module):
         if cache is None:
             y, _state = self.mixer(x)
         else:
-            y = self._continue(self.held_in(cache, len(x)), x, padding)
+            y = self.held_in(cache, len(x)).read_on(x, padding)
         return (y if padding is None else padding.in_place(y)), None
-
-    def _continue(self, held: HeldState, x: Tensor, padding: Padding | None) -> Tensor:
-        is_step = x.shape[1] == 1 and padding is None and held.num_tokens > 0
-        if is_step and not torch.is_grad_enabled():
-            return held.step(x)
-        return held.read(x, padding)
 
     def held_in(self, cache: Any, batch: int) -> HeldState:
         """Return the state in this layer's place of the cache; begin one if nothing was read.
