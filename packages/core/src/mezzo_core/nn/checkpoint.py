@@ -169,7 +169,7 @@ def count_weights(folder: Path) -> int:
     Raises:
         UserError: if the file is missing or damaged.
     """
-    with _opened(_existing(folder.resolve()) / WEIGHTS) as file:
+    with open_weights(_existing(folder.resolve()) / WEIGHTS) as file:
         return len(file.keys())
 
 
@@ -330,7 +330,7 @@ def _read_weights(
 ) -> dict[str, Tensor]:
     """Read the weights; names, shapes and checksum are checked before memory is allocated."""
     library = import_library("safetensors.torch", "train")
-    with _opened(path) as file:
+    with open_weights(path) as file:
         stored = {current_name(name): file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         check_weights(path, expected, {n: part.get_shape() for n, part in stored.items()})
         for name, part in stored.items():
@@ -348,15 +348,15 @@ def _read_weights(
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def open_weights(path: Path) -> Iterator[Any]:
     """Open a file of weights; errors become a UserError of one line."""
-    library = import_library("safetensors.torch", "train")
-    if not path.is_file():
-        raise UserError(f"no model in {path.parent}: {path.name} is missing")
+    library = import_library("safetensors", "train")
+    if not path.is_file():  # on a pipe the library would wait forever
+        raise UserError(f"no model in {path.parent}: {path.name} is missing, or no file")
     try:
         with library.safe_open(path, framework="pt") as file:
             yield file
-    except (OSError, _safetensor_error()) as error:
+    except (OSError, library.SafetensorError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
 
 

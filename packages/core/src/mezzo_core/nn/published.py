@@ -3,9 +3,7 @@
 Nothing pickled is read.
 """
 
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mezzo_core.errors import UserError
-from mezzo_core.files import read_json
-from mezzo_core.libraries import import_library
+from mezzo_core.files import is_number, read_json
+from mezzo_core.nn.checkpoint import open_weights
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.on_meta import build_on_meta
 
@@ -85,11 +83,9 @@ class Described(NamedTuple):
     def count(self, key: str) -> int:
         """Return a whole number of 1 or more."""
         value = self.values.get(key)
-        if type(value) is not int or value < 1:
-            raise UserError(
-                f"{self.path}: {key} must be a whole number of 1 or more, got {value!r}"
-            )
-        return value
+        return self._checked(
+            key, value, type(value) is int and value >= 1, "a whole number of 1 or more"
+        )
 
     def count_or_none(self, key: str) -> int | None:
         """Return a whole number of 1 or more; None if there is none."""
@@ -107,22 +103,21 @@ class Described(NamedTuple):
     def positive(self, key: str, default: float) -> float:
         """Return a positive number."""
         value = self.values.get(key, default)
-        if type(value) not in (int, float) or not 0 < value < sys.float_info.max:
-            raise UserError(f"{self.path}: {key} must be a positive number, got {value!r}")
-        return float(value)
+        return float(self._checked(key, value, is_number(value) and value > 0, "a positive number"))
 
     def number(self, key: str, default: float) -> float:
         """Return a finite number."""
         value = self.values.get(key, default)
-        if type(value) not in (int, float) or not abs(value) < sys.float_info.max:
-            raise UserError(f"{self.path}: {key} must be a number, got {value!r}")
-        return float(value)
+        return float(self._checked(key, value, is_number(value), "a number"))
 
     def flag(self, key: str, default: bool) -> bool:
         """Return true or false."""
         value = self.values.get(key, default)
-        if type(value) is not bool:
-            raise UserError(f"{self.path}: {key} must be true or false, got {value!r}")
+        return self._checked(key, value, type(value) is bool, "true or false")
+
+    def _checked(self, key: str, value: Any, is_right: bool, what: str) -> Any:
+        if not is_right:
+            raise UserError(f"{self.path}: {key} must be {what}, got {value!r}")
         return value
 
 
@@ -155,7 +150,7 @@ def read_weights(folder: Path, names: Iterable[str], unused: Collection[str]) ->
         )
     weights = {}
     for file in dict.fromkeys(files.values()):
-        with _opened(folder / file) as stored:
+        with open_weights(folder / file) as stored:
             for name in (name for name in names if files[name] == file):
                 weights[name] = stored.get_tensor(name)
     for name, weight in weights.items():
@@ -192,19 +187,6 @@ def check_shapes(
             )
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    """Open a file of weights; errors become a UserError of one line."""
-    library = import_library("safetensors", "train")
-    if not path.is_file():  # on a pipe the library would wait forever
-        raise UserError(f"{path} cannot be read: it is missing, or no file")
-    try:
-        with library.safe_open(path, framework="pt") as stored:
-            yield stored
-    except (OSError, library.SafetensorError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-
-
 def _files(folder: Path) -> dict[str, str]:
     """Return the file of every weight."""
     if (folder / INDEX).is_file():
@@ -215,7 +197,7 @@ def _files(folder: Path) -> dict[str, str]:
             raise UserError(f"{folder / INDEX}: weight_map must name files beside it")
         return files
     if (folder / WHOLE).is_file():
-        with _opened(folder / WHOLE) as stored:
+        with open_weights(folder / WHOLE) as stored:
             return dict.fromkeys(stored.keys(), WHOLE)
     pickled = sorted(path.name for path in folder.glob("*.bin"))
     instead = f"; {pickled[0]} is pickled, which is never read" if pickled else ""
