@@ -26,11 +26,8 @@ def check_isolated(
     or in the gradient of its outputs, it leaves the others and their gradients bit-equal. In
     padding it leaves the real tokens, and what comes after them by any form, bit-equal.
 
-    Args:
-        module: the module under test.
-        num_tokens: length T of the sequences, at least 3.
-        long: if not 0, the tokens of a longer sequence, in which a NaN in the last
-            token but one is tried.
+    Sequences have three tokens or more. If `long` is not 0, a NaN in the last token but one of so
+    many is tried too.
     """
     x = normal(module, (2, num_tokens, module.d_model), 0)
     with torch.no_grad():

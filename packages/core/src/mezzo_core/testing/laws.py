@@ -1,7 +1,8 @@
 """The laws of the contract, for any mixer, block or stack: checks that every package's tests call.
 
 Inputs are float32, random normal from a fixed seed, on the device of the weights. Wherever a token
-is decoded by `step`, `before_step` comes first, as in a decoder.
+is decoded by `step`, `before_step` comes first, as in a decoder. `rtol` is the allowed relative
+error in norm.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,14 +40,8 @@ def check_segments(
     """Assert that full forward == the given segments == one token at a time; states stay intact.
 
     And so it is where the first half of the tokens is read by `prefill`, with padding behind them.
-
-    Args:
-        module: the module under test.
-        num_tokens: length T of the sequences.
-        splits: lengths of the segments, which add up to `num_tokens` (zeros are legal).
-        more: other such lengths.
-        batch: number of sequences.
-        rtol: allowed relative error in norm.
+    The lengths of the segments, in `splits` and in each of `more`, add up to `num_tokens`; zeros
+    are legal.
     """
     every = [list(lengths) for lengths in (splits, *more)]
     for lengths in every:
@@ -89,10 +84,7 @@ def check_packed(
 ) -> None:
     """Assert that sequences packed in one row give what each gives alone, gradients included.
 
-    Args:
-        module: the module under test.
-        lengths: of the sequences; zeros are legal and own no token.
-        rtol: allowed relative error in norm, of the outputs and of the gradients of the inputs.
+    Some may have no tokens.
     """
     borders = [0, *accumulate(lengths)]
     x = normal(module, (1, borders[-1], module.d_model), 0).requires_grad_()
@@ -119,13 +111,8 @@ def check_ragged(
 
     The prompts are padded on the right with loud garbage and given with `lengths=`; then come
     `steps` single tokens for all rows. Every row must match a full forward of its own tokens. The
-    same holds for `look_ahead` where only the first half of a prompt is certain.
-
-    Args:
-        module: the module under test.
-        prompt_lengths: tokens of each row's prompt; a zero is legal.
-        steps: single tokens after the prompts.
-        rtol: allowed relative error in norm.
+    same holds for `look_ahead` where only the first half of a prompt is certain. A prompt may have
+    no tokens.
     """
     prompts, rows = _prompts(module, prompt_lengths, steps)
     lengths = torch.tensor(prompt_lengths, device=prompts.device)
@@ -152,13 +139,8 @@ def check_step(
 
     The prompts run as in `check_ragged`; then come `reserve` and single tokens through `step`. No
     tensor of the reserved state may move, and the state that was given to `reserve` must stay as it
-    was. Lastly `forward` goes on from the stepped state, and must leave it alone.
-
-    Args:
-        module: the module under test.
-        prompt_lengths: tokens of each row's prompt; a zero is legal.
-        steps: single tokens after the prompts, at least 2.
-        rtol: allowed relative error in norm.
+    was. Lastly `forward` goes on from the stepped state, and must leave it alone. There are two
+    steps or more.
     """
     prompts, rows = _prompts(module, prompt_lengths, steps)
     lengths = torch.tensor(prompt_lengths, device=prompts.device)

@@ -28,10 +28,6 @@ def check_programs(
 
     The verbs are forward, with padding, reserve and step, fork, select, reset, rollback (of all
     rows alike, or of each by a number of its own), save and load.
-
-    Args:
-        module: the module under test.
-        programs: how many.
     """
     with torch.no_grad():
         _check_refusals(module)
