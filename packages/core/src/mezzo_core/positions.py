@@ -255,6 +255,15 @@ def _geometric_slopes(
     return torch.exp2(-8 * heads / num_heads)
 
 
+def ring_positions(lengths: Tensor, num_slots: int) -> Tensor:
+    """Return (B, S), the position of the token in each slot of a ring, negative for an empty slot.
+
+    Token p is in slot p % S; `lengths` (B,) are the tokens of each row so far.
+    """
+    newest = lengths[:, None] - 1
+    return newest - (newest - torch.arange(num_slots, device=lengths.device)) % num_slots
+
+
 def sequence_ids(num_tokens: int, cu_seqlens: Tensor) -> Tensor:
     """Return for each token the index of the packed sequence that it belongs to.
 

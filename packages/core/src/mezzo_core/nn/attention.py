@@ -21,6 +21,7 @@ from mezzo_core.positions import (
     RopeScaling,
     alibi_slopes,
     apply_rope,
+    ring_positions,
     rope_angles,
     sequence_positions,
 )
@@ -147,7 +148,7 @@ class Attention(AbstractMixer):
             # Under autocast, init_state gave the cache the weights' dtype: cast it to that of k.
             k = torch.cat([state.k.to(k.dtype), k], 1)
             v = torch.cat([state.v.to(v.dtype), v], 1)
-            cached = _slot_positions(state.lengths, state.k.shape[1])
+            cached = ring_positions(state.lengths, state.k.shape[1])
             q_positions, k_positions = positions, torch.cat([cached, positions], 1)
         out = attention(
             q,
@@ -213,7 +214,7 @@ class Attention(AbstractMixer):
             slots = slots[:, :, None, None].expand(-1, -1, *k.shape[2:])
             k, v = (x.scatter(1, slots, x[:, old_slots:]) for x in (k, v))
             return KVCache(k, v, lengths)
-        position = _slot_positions(lengths, S)
+        position = ring_positions(lengths, S)
         is_new = position >= old.lengths[:, None]
         index = torch.where(
             is_new, position - old.lengths[:, None] + old_slots, position % max(old_slots, 1)
@@ -317,12 +318,6 @@ def check_alike(caches: Sequence[KVCache], name: str = "state") -> None:
 def _num_slots(num_tokens: int, window_size: int | None) -> int:
     """Return the number of slots for `num_tokens` tokens: a window of W needs at most W."""
     return min(num_tokens, window_size or num_tokens)
-
-
-def _slot_positions(lengths: Tensor, num_slots: int) -> Tensor:
-    """Return (B, S), the position of the token in each slot, negative for an empty slot."""
-    newest = lengths[:, None] - 1
-    return newest - (newest - torch.arange(num_slots, device=lengths.device)) % num_slots
 
 
 def _check_config(d_model: int, config: AttentionConfig) -> None:

@@ -25,7 +25,7 @@ from mezzo_core.ops.attention import attention
 from mezzo_core.ops.checks import check_size
 from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
-from mezzo_core.positions import AlibiFormula, alibi_slopes, sequence_positions
+from mezzo_core.positions import AlibiFormula, alibi_slopes, ring_positions, sequence_positions
 from torch import Tensor, nn
 
 from mezzo_drt.places import packed_chunks
@@ -184,7 +184,7 @@ class BlockRecurrent(AbstractMixer):
         q_positions, k_positions = None, None
         if state is not None:
             q_positions = sequence_positions(q.shape[1], None, state.seen, q.device)
-            k_positions = torch.cat([_ring_positions(state.seen, W), q_positions], 1)
+            k_positions = torch.cat([ring_positions(state.seen, W), q_positions], 1)
             k = torch.cat([state.k.to(k.dtype), k], 1)
             v = torch.cat([state.v.to(v.dtype), v], 1)
         slopes = None
@@ -284,7 +284,7 @@ class BlockRecurrent(AbstractMixer):
     def _keep(self, ring: Tensor, new: Tensor, seen: Tensor, after: Tensor) -> Tensor:
         """Return the ring (B, W, H, D) with this call's keys or values (B, T, H, D)."""
         W = self.config.window_size
-        position = _ring_positions(after, W)
+        position = ring_positions(after, W)
         index = (position - seen[:, None])[..., None, None]
         taken = new.to(ring.dtype).gather(
             1, index.clamp(0, new.shape[1] - 1).expand(-1, -1, *new.shape[2:])
@@ -319,9 +319,3 @@ class BlockRecurrent(AbstractMixer):
         token = 2 * (4 + 2) * C * C + 4 * C * (keys / max(num_tokens, 1) + M)
         state = 2 * ((4 + 2) * C * C + self.gate.weight.numel()) + 4 * C * (M + L)
         return token + state * M / L
-
-
-def _ring_positions(seen: Tensor, num_slots: int) -> Tensor:
-    """Return (B, W), the position of the token in each slot, negative for an empty slot."""
-    newest = seen[:, None] - 1
-    return newest - (newest - torch.arange(num_slots, device=seen.device)) % num_slots
