@@ -13,7 +13,9 @@ import pytest
 import torch
 from mezzo_core.nn.state import grows
 from mezzo_core.train.loop import train
-from mezzo_drt.baselines import ModelSize, block_recurrent_lm, landmark_lm
+from mezzo_drt import DRTConfig
+from mezzo_drt.baselines import block_recurrent_lm, landmark_lm
+from mezzo_drt.recipes import tiny
 from mezzo_gsa.reproduction.mqar import PROTOCOLS
 from mezzo_recurrent_transformer.reproduction.synthetic import LAYERS, SweepConfig
 
@@ -21,11 +23,12 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/src/*/recipes.py"))
 RECIPES = {name: import_module(f"{name}.recipes").RECIPES for name in PACKAGES}
 NAMES = [(p, name) for p in RECIPES for name in RECIPES[p] if name.startswith("tiny_")]
-SIZE = ModelSize(vocab_size=257, d_model=32, num_layers=2, head_dim=16, hidden=64)
+STACK = DRTConfig(num_layers=2, head_dim=16, hidden=64, chunk_size=16, window_size=32)
+SIZE = replace(tiny(), d_model=32, drt=STACK)
 MQAR, SYNTHETIC = PROTOCOLS["authors"], SweepConfig()
 OTHERS = {
-    "landmark": landmark_lm(SIZE, 16),
-    "block_recurrent": block_recurrent_lm(SIZE, window_size=48, block_size=32, num_states=32),
+    "landmark": landmark_lm(SIZE),
+    "block_recurrent": block_recurrent_lm(SIZE),
     **{f"mqar_{name}": MQAR.run(name, 64, 1e-3).model for name in MQAR.models},
     **{
         f"{task.name}_{layer}": SYNTHETIC.run(layer, task, 1e-3, 0.0, 0).model

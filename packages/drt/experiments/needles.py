@@ -43,7 +43,7 @@ from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_core.train.folder import check_folder
 from mezzo_core.train.log import read_rows
 from mezzo_drt import DRTConfig
-from mezzo_drt.baselines import ModelSize, landmark_lm
+from mezzo_drt.baselines import landmark_lm
 from mezzo_drt.needles import AbstractNeedleConfig, HopsConfig, NeedleData, PasskeyConfig
 from mezzo_drt.recipes import ARCHITECTURES, PAPER_NAMES, small
 
@@ -282,12 +282,10 @@ def runs_of(
 
 def configure(model: str, sizes: Sizes, options: Options) -> LMConfig:
     """Return a model that is to be trained."""
-    vocab_size, stack = load_tokenizer(options.tokenizer).vocab_size, sizes.stack
+    vocab_size = load_tokenizer(options.tokenizer).vocab_size
+    like = replace(small(), vocab_size=vocab_size, d_model=sizes.d_model, drt=sizes.stack)
     if model == LANDMARK:
-        assert stack.hidden is not None
-        size = ModelSize(vocab_size, sizes.d_model, stack.num_layers, stack.head_dim, stack.hidden)
-        return landmark_lm(size, stack.chunk_size)
-    like = replace(small(), vocab_size=vocab_size, d_model=sizes.d_model, drt=stack)
+        return landmark_lm(like)
     names = {DEEP: "base_deep", DRT1: "drt1", DRT2: "drt2"}
     return ARCHITECTURES[names[model]](like)
 

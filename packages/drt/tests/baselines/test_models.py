@@ -10,19 +10,20 @@ from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.generate import generate
 from mezzo_drt.baselines import (
     BlockRecurrentConfig,
-    ModelSize,
     block_recurrent_lm,
     landmark_lm,
 )
 from mezzo_drt.needles import PasskeyConfig
-from mezzo_drt.recipes import RECIPES
+from mezzo_drt.recipes import RECIPES, SIZES, tiny
+from mezzo_drt.stack import DRTConfig
 
-PAPER = ModelSize()
-TINY = ModelSize(vocab_size=257, d_model=16, num_layers=2, head_dim=8, hidden=24)
+PAPER = SIZES["128m_pg19"]()
+TINY_STACK = DRTConfig(num_layers=2, head_dim=8, hidden=24, chunk_size=4, window_size=16)
+TINY = replace(tiny(), d_model=16, drt=TINY_STACK)
 TINY_MODELS = {
     "base": RECIPES["tiny_base"]().model,
-    "landmark": landmark_lm(TINY, chunk_size=4),
-    "block recurrent": block_recurrent_lm(TINY, window_size=20, block_size=16, num_states=3),
+    "landmark": landmark_lm(TINY),
+    "block recurrent": block_recurrent_lm(TINY),
 }
 EMBEDDING, LAYER = 50_257 * 768, 4 * 768**2 + 3 * 768 * 2048 + 2 * 768
 
@@ -45,11 +46,6 @@ def test_one_layer_is_recurrent_the_tenth_of_twelve():
     mixers = block_recurrent_lm(PAPER).mixers
     kinds = [type(mixer) for mixer in mixers]
     assert kinds == [AttentionConfig] * 9 + [BlockRecurrentConfig] + [AttentionConfig] * 2
-
-
-def test_a_size_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="ModelSize: num_layers must be 1 or more, got 0"):
-        ModelSize(num_layers=0)
 
 
 @pytest.fixture(params=TINY_MODELS)

@@ -6,7 +6,7 @@ from mezzo_drt.baselines.block_recurrent import (
     BlockRecurrentState,
 )
 from mezzo_drt.baselines.landmark import LandmarkConfig, LandmarkStack, LandmarkState
-from mezzo_drt.baselines.models import ModelSize, block_recurrent_lm, landmark_lm
+from mezzo_drt.baselines.models import block_recurrent_lm, landmark_lm
 
 __all__ = [
     "BlockRecurrent",
@@ -15,7 +15,6 @@ __all__ = [
     "LandmarkConfig",
     "LandmarkStack",
     "LandmarkState",
-    "ModelSize",
     "block_recurrent_lm",
     "landmark_lm",
 ]

@@ -1,85 +1,52 @@
-"""The baselines as whole models, at any size (the paper's section 4.1, "Baselines").
+"""The baselines as whole models, with the sizes of recipes (the paper's section 4.1, "Baselines").
 
 BaseLM, whose layers these have otherwise, is among the recipes.
 
-| Model                      | Layers   | Sees                                                    |
-|----------------------------|----------|---------------------------------------------------------|
-| `landmark_lm`              | as given | 8 chunks of 64 that are near, and 4 that it picks       |
-| `block_recurrent_lm`       | as given | a window of 768; one layer has 512 recurrent states     |
+| Model                | Sees, at the paper's sizes                                             |
+|----------------------|------------------------------------------------------------------------|
+| `landmark_lm`        | 8 chunks of 64 that are near, and 4 that it picks                      |
+| `block_recurrent_lm` | a window of 768; one layer has 512 recurrent states, for blocks of 512 |
 """
 
-from dataclasses import dataclass, fields
-
-from mezzo_core.config_json import check_fields
 from mezzo_core.nn import MLPConfig
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.configs import MixerConfig
 from mezzo_core.nn.lm import LMConfig
-from mezzo_core.ops.checks import check_size
 
 from mezzo_drt.baselines.block_recurrent import BlockRecurrentConfig
 from mezzo_drt.baselines.landmark import LandmarkConfig
-
-NORM_EPS = 1e-5
-
-
-@dataclass(frozen=True)
-class ModelSize:
-    """The size of a Llama-like model; the defaults are the paper's 128M (appendix A).
-
-    Attributes:
-        vocab_size: rows of the embedding.
-        d_model: C.
-        num_layers: layers.
-        head_dim: D.
-        hidden: F, of the SwiGLU.
-    """
-
-    vocab_size: int = 50_257
-    d_model: int = 768
-    num_layers: int = 12
-    head_dim: int = 64
-    hidden: int = 2048
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        for each in fields(self):
-            check_size("ModelSize", each.name, getattr(self, each.name))
-
-    @property
-    def mlp(self) -> MLPConfig:
-        """The MLP of every layer."""
-        return MLPConfig("swiglu", self.hidden)
+from mezzo_drt.recipes import Hyperparameters
 
 
-def landmark_lm(size: ModelSize, chunk_size: int = 64, *, offload: bool = False) -> LMConfig:
+def landmark_lm(s: Hyperparameters) -> LMConfig:
     """Return the Landmark Attention model, which sees 12 chunks; train it on rows of so many.
 
-    With `offload` a state keeps its chunks in the host's memory.
+    With `offload` in `s.drt` a state keeps its chunks in the host's memory.
     """
+    drt = s.drt
     stack = LandmarkConfig(
-        num_layers=size.num_layers,
-        head_dim=size.head_dim,
-        chunk_size=chunk_size,
-        mlp=size.mlp,
-        norm_eps=NORM_EPS,
-        offload=offload,
+        num_layers=drt.num_layers,
+        head_dim=drt.head_dim,
+        chunk_size=drt.chunk_size,
+        mlp=MLPConfig("swiglu", drt.hidden),
+        norm_eps=drt.norm_eps,
+        offload=drt.offload,
     )
-    return LMConfig(size.vocab_size, size.d_model, norm_eps=NORM_EPS, stack=stack)
+    return LMConfig(s.vocab_size, s.d_model, norm_eps=drt.norm_eps, stack=stack)
 
 
-def block_recurrent_lm(
-    size: ModelSize, window_size: int = 768, block_size: int = 512, num_states: int = 512
-) -> LMConfig:
+def block_recurrent_lm(s: Hyperparameters) -> LMConfig:
     """Return BaseLM with one recurrent layer, before the last two (Hutchins et al.: 10th of 12)."""
+    drt, W = s.drt, s.drt.window_size
     recurrent = BlockRecurrentConfig(
-        head_dim=size.head_dim,
-        num_states=num_states,
-        block_size=block_size,
-        window_size=window_size,
-        norm_eps=NORM_EPS,
+        head_dim=drt.head_dim,
+        num_states=W,
+        block_size=W,
+        window_size=W * 3 // 2,
+        norm_eps=drt.norm_eps,
     )
-    window = AttentionConfig(size.head_dim, window_size=window_size, rope_base=None, alibi="olmo")
-    mixers: list[MixerConfig] = [window] * size.num_layers
-    mixers[max(size.num_layers - 3, 0)] = recurrent
-    return LMConfig(size.vocab_size, size.d_model, tuple(mixers), size.mlp, NORM_EPS)
+    window = AttentionConfig(drt.head_dim, window_size=W * 3 // 2, rope_base=None, alibi="olmo")
+    mixers: list[MixerConfig] = [window] * drt.num_layers
+    mixers[max(drt.num_layers - 3, 0)] = recurrent
+    mlp = MLPConfig("swiglu", drt.hidden)
+    return LMConfig(s.vocab_size, s.d_model, tuple(mixers), mlp, drt.norm_eps)

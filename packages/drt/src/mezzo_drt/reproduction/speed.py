@@ -19,7 +19,7 @@ from mezzo_core.reproduction.speeds import AbstractSizes, Speeds
 from mezzo_core.reproduction.training_speed import TrainingSpeed, time_training
 
 from mezzo_drt.baselines.block_recurrent import BlockRecurrent
-from mezzo_drt.baselines.models import ModelSize, block_recurrent_lm, landmark_lm
+from mezzo_drt.baselines.models import block_recurrent_lm, landmark_lm
 from mezzo_drt.recipes import ARCHITECTURES, PAPER_NAMES, PG19, SIZES, Hyperparameters, paper, tiny
 from mezzo_drt.reproduction.decoding_speed import Reading, time_decoding, time_reading
 
@@ -232,19 +232,14 @@ def _reader(sizes: Sizes, model: str, offload: bool, device: torch.device) -> LM
 def model_config(model: str, s: Hyperparameters) -> LMConfig:
     """Return a model by the paper's name, with the sizes of recipes."""
     drt = s.drt
-    if model in (LANDMARK, BLOCK_RECURRENT):
-        size = ModelSize(s.vocab_size, s.d_model, drt.num_layers, drt.head_dim, drt.hidden or 0)
-        if model == LANDMARK:
-            return landmark_lm(size, drt.chunk_size, offload=drt.offload)
-        W = drt.window_size
-        return block_recurrent_lm(size, window_size=W * 3 // 2, block_size=W, num_states=W)
     if model == FULL:
         mixers = (AttentionConfig(drt.head_dim),) * drt.num_layers
         return LMConfig(
             s.vocab_size, s.d_model, mixers, MLPConfig("swiglu", drt.hidden), drt.norm_eps
         )
+    baselines = {LANDMARK: landmark_lm, BLOCK_RECURRENT: block_recurrent_lm}
     names = {WINDOW: "base", PLAIN: "base", BASE: "base", DRT1: "drt1", DRT2: "drt2"}
-    return ARCHITECTURES[names[model]](s)
+    return (baselines.get(model) or ARCHITECTURES[names[model]])(s)
 
 
 SPEEDS = Speeds(
