@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mezzo_core.config_json import check_fields
-from mezzo_core.data.batches import Batch, BatchSource, check_batch_size, make_batch
+from mezzo_core.data.batches import Batch, BatchSource, check_batch, check_batch_size, make_batch
 from mezzo_core.data.config import DataConfig
 from mezzo_core.data.continuations import Continuations
 from mezzo_core.data.examples import encode_example, parse_example, read_examples
@@ -119,9 +119,7 @@ class AnswersData(BatchSource):
 
     def train_batch(self, step: int, batch_size: int) -> Batch:
         """Return the batch of a step: a function of the seed, the step and the batch size alone."""
-        check_batch_size(batch_size)
-        if step < 0:
-            raise ValueError(f"step must be 0 or more, got {step}")
+        check_batch(step, batch_size)
         num_rows = len(self._train.tokens)
         if not num_rows:
             raise ValueError("validation_fraction = 1 holds out all examples: nothing to train on")

@@ -99,6 +99,17 @@ def make_batch(
     return Batch(tokens.view(1, -1), targets.view(1, -1), torch.from_numpy(borders))
 
 
+def check_batch(step: int, batch_size: int) -> None:
+    """Check that there can be such a batch.
+
+    Raises:
+        ValueError: if `step` is negative, or `batch_size` is not a positive int.
+    """
+    check_batch_size(batch_size)
+    if step < 0:
+        raise ValueError(f"step must be 0 or more, got {step}")
+
+
 def check_batch_size(batch_size: int) -> None:
     """Check that a batch has at least one window.
 

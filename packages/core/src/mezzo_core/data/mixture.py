@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mezzo_core.config_json import check_fields
-from mezzo_core.data.batches import Batch, MixedWindows, TextData, check_batch_size, mixed_batch
+from mezzo_core.data.batches import Batch, MixedWindows, TextData, check_batch, mixed_batch
 from mezzo_core.data.config import DataConfig
 from mezzo_core.data.tokenized_text import TokenizedText
 from mezzo_core.errors import UserError
@@ -125,9 +125,7 @@ class MixedText(TextData):
 
     def train_batch(self, step: int, batch_size: int) -> Batch:
         """Return the batch of a step: a function of the seeds, step and batch size alone."""
-        check_batch_size(batch_size)
-        if step < 0:
-            raise ValueError(f"step must be 0 or more, got {step}")
+        check_batch(step, batch_size)
         first = step * batch_size
         blocks = range(first // BLOCK_ROWS, (first + batch_size - 1) // BLOCK_ROWS + 1)
         drawn = np.concatenate([self._draw(block) for block in blocks], axis=1)

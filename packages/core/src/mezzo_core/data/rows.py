@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from mezzo_core.data.batches import Batch, BatchSource, check_batch_size
+from mezzo_core.data.batches import Batch, BatchSource, check_batch, check_batch_size
 from mezzo_core.ops.linear_cross_entropy import NO_TARGET
 
 
@@ -53,10 +53,8 @@ class RowsData(BatchSource):
         Raises:
             ValueError: if there is no such step, or the rows do not fill a batch.
         """
-        check_batch_size(batch_size)
+        check_batch(step, batch_size)
         num_rows = len(self._train.inputs)
-        if step < 0:
-            raise ValueError(f"step must be 0 or more, got {step}")
         if batch_size > num_rows:
             raise ValueError(f"batch_size must be at most the {num_rows} rows, got {batch_size}")
         epoch, place = divmod(step, num_rows // batch_size)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mezzo_core.data.batches import Batch, TextData, Windows, check_batch_size
+from mezzo_core.data.batches import Batch, TextData, Windows, check_batch
 from mezzo_core.data.tokenized_corpus import TokenizedCorpus
 from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.errors import UserError
@@ -88,9 +88,7 @@ class TokenizedText(TextData):
 
     def train_batch(self, step: int, batch_size: int) -> Batch:
         """Return the batch of a step: a function of seed, step and batch size alone."""
-        check_batch_size(batch_size)
-        if step < 0:
-            raise ValueError(f"step must be 0 or more, got {step}")
+        check_batch(step, batch_size)
         samples = np.arange(step * batch_size, (step + 1) * batch_size)
         return self.train.batch(self.windows_at(samples))
 

@@ -79,7 +79,6 @@ def evaluate_segments(
     rows: Iterable[Iterable[Batch]],
     *,
     precision: str = "auto",
-    add_up: Callable[[Tensor], Any] | None = None,
 ) -> Evaluation:
     """Evaluate a model on rows that come in segments, of any length, in bounded memory.
 
@@ -91,13 +90,12 @@ def evaluate_segments(
         rows: each item yields the consecutive segments of some rows, with as many rows in all of
             them. A segment is taken when it is needed, and none is kept.
         precision: as in `evaluate`.
-        add_up: as in `evaluate`.
 
     Raises:
         ValueError: if there are no targets, the segments of an item differ in their rows, or there
             is no such precision.
     """
-    return _evaluate(model, rows, None, precision, add_up, None, has_state=True)
+    return _evaluate(model, rows, None, precision, None, None, has_state=True)
 
 
 def _split(batch: Batch, segment_tokens: int | None) -> Iterator[Batch]:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from mezzo_core.config_json import check_fields, check_rules
 from mezzo_core.data import NO_TARGET, Batch, BatchSource, DataConfig, Tokenizer, load_tokenizer
-from mezzo_core.data.batches import check_batch_size
+from mezzo_core.data.batches import check_batch, check_batch_size
 from mezzo_core.data.corpora import open_corpus
 from mezzo_core.data.tokenized_corpus import tokenize_corpus
 from mezzo_core.data.tokenized_text import split_documents
@@ -226,9 +226,7 @@ class NeedleData(BatchSource):
         Raises:
             ValueError: if there is no such step or batch.
         """
-        check_batch_size(batch_size)
-        if step < 0:
-            raise ValueError(f"step must be 0 or more, got {step}")
+        check_batch(step, batch_size)
         first = step * batch_size
         rows = [self.row(i, is_test=False) for i in range(first, first + batch_size)]
         return _batch(rows, 0, self.seq_len)
