@@ -21,10 +21,10 @@ C, VOCAB = 16, 37
 BLOCK = RecurrentBlockConfig(head_dim=8, hidden=24)
 STACKS = {
     "stack": RecurrentStackConfig(3, BLOCK),
-    "plain stack": BlocksConfig(scaled(BLOCK, 2, "residual")),
+    "plain stack": BlocksConfig(tuple(scaled(BLOCK, 2, "residual"))),
     "released scaling": RecurrentStackConfig(2, BLOCK, "init"),
     "layer norm": RecurrentStackConfig(2, RecurrentBlockConfig(8, 24, "layer", alibi=None)),
-    "transformer": BlocksConfig(scaled(TransformerBlockConfig(8, 24), 2, "residual")),
+    "transformer": BlocksConfig(tuple(scaled(TransformerBlockConfig(8, 24), 2, "residual"))),
 }
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -24,8 +24,7 @@ class LayerConfig:
         alibi: formula of the ALiBi slopes, or None for no positions at all. "olmo" is the paper's;
             the two differ if the number of heads is no power of two.
         residual_scale: r, by which attention and MLP are multiplied before they are added. The
-            paper has 1 / sqrt(number of layers); `residual_scales` and `RecurrentStackConfig` set
-            it.
+            paper has 1 / sqrt(number of layers), which `scaled` and `RecurrentStackConfig` set.
         init_layer: l, the layer's index from 0, to draw its weights as the released code does, with
             matrices that end a branch smaller by 1 / sqrt(2 (l + 1)). None for the initialization
             of core.
@@ -75,8 +74,3 @@ def init_as_released(attention: Any, mlp: GELUMLP, layer: int) -> None:
         if matrix in (attention.wo, mlp.down):
             std *= (2 * (layer + 1)) ** -0.5
         nn.init.trunc_normal_(matrix.weight, std=std, a=-3 * std, b=3 * std)
-
-
-def residual_scales(num_layers: int) -> float:
-    """Return r = 1 / sqrt(number of layers), the paper's scale of each residual branch."""
-    return num_layers**-0.5

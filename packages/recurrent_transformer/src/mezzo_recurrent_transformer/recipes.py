@@ -156,7 +156,7 @@ def stack(layer: AnyLayer, num_layers: int) -> StackConfig:
     """Return `num_layers` layers with the paper's residual scale, 1 / sqrt(num_layers)."""
     if isinstance(layer, RecurrentBlockConfig):
         return RecurrentStackConfig(num_layers, layer)
-    return BlocksConfig(scaled(layer, num_layers, "residual"))
+    return BlocksConfig(tuple(scaled(layer, num_layers, "residual")))
 
 
 def train_config(name: str, s: Hyperparameters, architecture: str) -> TrainConfig:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import repeat
 from typing import Any, Literal, cast, get_args
 
 from mezzo_core.config_json import check_fields
@@ -14,13 +13,13 @@ from mezzo_core.ops.checks import check_size
 from torch import Tensor
 
 from mezzo_recurrent_transformer.block import RecurrentBlock, RecurrentBlockConfig, run_layers
-from mezzo_recurrent_transformer.layer import LayerConfig, residual_scales
+from mezzo_recurrent_transformer.layer import LayerConfig
 
 Scaling = Literal["residual", "init"]
 
 
-def scaled(layer: LayerConfig, num_layers: int, scaling: Scaling) -> tuple[Any, ...]:
-    """Return the configurations of `num_layers` layers, each scaled for that depth.
+def scaled(layer: LayerConfig, num_layers: int, scaling: Scaling) -> Iterator[Any]:
+    """Yield the configurations of `num_layers` layers, each scaled for that depth.
 
     Args:
         layer: what they have in common.
@@ -29,17 +28,13 @@ def scaled(layer: LayerConfig, num_layers: int, scaling: Scaling) -> tuple[Any, 
             paper says. "init" draws the weights that end a branch smaller, as its released code
             does.
     """
-    return tuple(_scaled(layer, num_layers, scaling))
-
-
-def _scaled(layer: LayerConfig, num_layers: int, scaling: Scaling) -> Iterator[Any]:
     check_size("scaled", "num_layers", num_layers)
     if scaling not in get_args(Scaling):
         raise ValueError(f"scaling must be one of {get_args(Scaling)}, got {scaling!r}")
-    if scaling == "residual":
-        yield from repeat(replace(layer, residual_scale=residual_scales(num_layers)), num_layers)
-    else:
-        for i in range(num_layers):
+    for i in range(num_layers):
+        if scaling == "residual":
+            yield replace(layer, residual_scale=num_layers**-0.5)
+        else:
             yield replace(layer, residual_scale=1.0, init_layer=i)
 
 
@@ -59,7 +54,7 @@ class RecurrentStackConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        next(_scaled(self.block, self.num_layers, self.scaling))  # checks the values
+        next(scaled(self.block, self.num_layers, self.scaling))  # checks the values
 
     def blocks(self) -> tuple[RecurrentBlockConfig, ...]:
         """Return the configuration of each layer.
@@ -67,12 +62,12 @@ class RecurrentStackConfig:
         `BlocksConfig(config.blocks())` builds a plain stack, with the same weights under the same
         names, which runs one layer after another.
         """
-        return scaled(self.block, self.num_layers, self.scaling)
+        return tuple(scaled(self.block, self.num_layers, self.scaling))
 
     def build(self, d_model: int) -> "RecurrentStack":
         """Build the stack, on torch's default device; a ValueError if head_dim does not divide."""
         # One at a time, so that `load_model` can stop at a number of layers that a file made up.
-        layers = _scaled(self.block, self.num_layers, self.scaling)
+        layers = scaled(self.block, self.num_layers, self.scaling)
         return RecurrentStack([layer.build(d_model) for layer in layers], d_model)
 
 
