@@ -77,9 +77,7 @@ class GatedABC(AbstractMixer):
         _check_bounds(config.score_bounds)
         check_number("GatedABCConfig", "norm_eps", config.norm_eps, positive=True)
         self.config, self.d_model = config, d_model
-        H, _, K, V = self.heads = plan_heads(
-            "GatedABCConfig", d_model, config.num_heads, None, config.expand_k, config.expand_v
-        )
+        H, _, K, V = self.heads = plan_heads(config, d_model)
         if config.rope_base is not None:
             check_number("GatedABCConfig", "rope_base", config.rope_base, positive=True)
             if K % 2:

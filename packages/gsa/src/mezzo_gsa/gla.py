@@ -88,14 +88,7 @@ class GLA(AbstractOfAttention):
         for name in ("damping", "norm_eps"):
             check_number("GLAConfig", name, getattr(config, name), positive=True)
         self.config, self.d_model = config, d_model
-        HQ, H, K, V = self.heads = plan_heads(
-            "GLAConfig",
-            d_model,
-            config.num_heads,
-            config.num_kv_heads,
-            config.expand_k,
-            config.expand_v,
-        )
+        HQ, H, K, V = self.heads = plan_heads(config, d_model, config.num_kv_heads)
         self.form = LayerForm(
             scale=K**-0.5,
             feature_map=config.feature_map,

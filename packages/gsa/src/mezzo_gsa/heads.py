@@ -1,7 +1,7 @@
 """The heads of the mixers of the family, their one projection, and their feature maps."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,11 @@ from mezzo_core.ops.checks import check_number, check_size
 from torch import Tensor, nn
 
 from mezzo_gsa.ops.norms import gated_norm
+
+if TYPE_CHECKING:
+    from mezzo_gsa.gated_abc import GatedABCConfig
+    from mezzo_gsa.gla import GLAConfig
+    from mezzo_gsa.retnet import RetNetConfig
 
 FeatureMap = Literal["relu"]
 
@@ -45,31 +50,29 @@ class Heads(NamedTuple):
 
 
 def plan_heads(
-    config: str,
+    config: "GLAConfig | GatedABCConfig | RetNetConfig",
     d_model: int,
-    num_heads: int,
-    num_kv_heads: int | None,
-    expand_k: float,
-    expand_v: float,
+    num_kv_heads: int | None = None,
 ) -> Heads:
-    """Return the heads of a mixer whose queries have C expand_k and outputs C expand_v channels.
+    """Return the heads of a mixer; without `num_kv_heads` queries share no keys and values.
 
     Raises:
-        TypeError: if a number has a wrong type; the message names the `config` that has it.
+        TypeError: if a number has a wrong type; the message names the configuration.
         ValueError: if a number is not positive, or heads or channels do not divide.
     """
+    kind, num_heads = type(config).__name__, config.num_heads
     H = num_heads if num_kv_heads is None else num_kv_heads
     for name, size in (("num_heads", num_heads), ("num_kv_heads", H), ("d_model", d_model)):
-        check_size(config, name, size)
+        check_size(kind, name, size)
     if num_heads % H:
-        raise ValueError(f"{config}: num_kv_heads must divide num_heads = {num_heads}, got {H}")
+        raise ValueError(f"{kind}: num_kv_heads must divide num_heads = {num_heads}, got {H}")
     widths = []
-    for name, expand in (("expand_k", expand_k), ("expand_v", expand_v)):
-        check_number(config, name, expand, positive=True)
+    for name, expand in (("expand_k", config.expand_k), ("expand_v", config.expand_v)):
+        check_number(kind, name, expand, positive=True)
         width = round(d_model * expand / num_heads, 9)  # `expand` may be a ratio that is rounded
         if not 1 <= width < 2**63 or width != int(width):
             raise ValueError(
-                f"{config}: {name} must give each head, of num_heads = {num_heads}, a whole number "
+                f"{kind}: {name} must give each head, of num_heads = {num_heads}, a whole number "
                 f"of channels of d_model = {d_model}, got {expand}: {width:g} channels a head"
             )
         widths.append(int(width))

@@ -109,14 +109,7 @@ class RetNet(AbstractOfAttention):
         for name in ("rope_base", "norm_eps"):
             check_number("RetNetConfig", name, getattr(config, name), positive=True)
         self.config, self.d_model = config, d_model
-        HQ, _, K, V = self.heads = plan_heads(
-            "RetNetConfig",
-            d_model,
-            config.num_heads,
-            config.num_kv_heads,
-            config.expand_k,
-            config.expand_v,
-        )
+        HQ, _, K, V = self.heads = plan_heads(config, d_model, config.num_kv_heads)
         if K % 2:
             raise ValueError(f"rotary places need keys of an even width, got {K} channels a head")
         self.form = LayerForm(

@@ -87,17 +87,8 @@ def _write_gsa(mixer: GSAConfig, d_model: int) -> dict[str, Any]:
 def _read_gla(told: Described) -> GLAConfig:
     told.check_only({"clamp_min": (None,), "feature_map": (None, "relu")})
     told.check_only({"use_gk": (True,), "use_gv": (False,)})
-    return GLAConfig(
-        num_heads=told.count("num_heads"),
-        num_kv_heads=told.count_or_none("num_kv_heads"),
-        expand_k=told.positive("expand_k", 0.5),
-        expand_v=told.positive("expand_v", 1.0),
-        gate_rank=_GATE_RANK,
-        damping=_GATE_DAMPING,
-        feature_map=told.values.get("feature_map"),
-        output_gate=told.flag("use_output_gate", True),
-        norm_eps=told.positive("norm_eps", 1e-6),
-    )
+    heads = _read_heads(told, expand_k=0.5, expand_v=1.0)
+    return GLAConfig(**heads, gate_rank=_GATE_RANK, damping=_GATE_DAMPING)
 
 
 def _write_gla(mixer: GLAConfig, d_model: int) -> dict[str, Any]:
@@ -107,20 +98,24 @@ def _write_gla(mixer: GLAConfig, d_model: int) -> dict[str, Any]:
 
 def _read_retnet(told: Described) -> RetNetConfig:
     told.check_only({"feature_map": (None, "relu")})
-    return RetNetConfig(
-        num_heads=told.count("num_heads"),
-        num_kv_heads=told.count_or_none("num_kv_heads"),
-        expand_k=told.positive("expand_k", 1.0),
-        expand_v=told.positive("expand_v", 2.0),
-        feature_map=told.values.get("feature_map"),
-        output_gate=told.flag("use_output_gate", True),
-        norm_eps=told.positive("norm_eps", 1e-6),
-    )
+    return RetNetConfig(**_read_heads(told, expand_k=1.0, expand_v=2.0))
 
 
 def _write_retnet(mixer: RetNetConfig, d_model: int) -> dict[str, Any]:
     _check(mixer, rope_base=_ROPE_BASE, rope_scaling=None, qk_map=False, norm="rms")
     return _write_heads(mixer)
+
+
+def _read_heads(told: Described, **expanded: float) -> dict[str, Any]:
+    """Read what GLA and RetNet have in common; `expanded` are their usual widths."""
+    return {
+        "num_heads": told.count("num_heads"),
+        "num_kv_heads": told.count_or_none("num_kv_heads"),
+        **{name: told.positive(name, usual) for name, usual in expanded.items()},
+        "feature_map": told.values.get("feature_map"),
+        "output_gate": told.flag("use_output_gate", True),
+        "norm_eps": told.positive("norm_eps", 1e-6),
+    }
 
 
 def _write_heads(mixer: GLAConfig | RetNetConfig) -> dict[str, Any]:
