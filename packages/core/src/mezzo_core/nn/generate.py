@@ -97,25 +97,7 @@ def generate(
             memory than is free, or the model's logits are NaN.
         TypeError: if an argument has the wrong type.
     """
-    steps = stream(
-        model,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        stop_tokens=stop_tokens,
-        seed=seed,
-        prefill_tokens=prefill_tokens,
-        state=state,
-        num_samples=num_samples,
-        num_rows=num_rows,
-        repetition_penalty=repetition_penalty,
-        logit_bias=logit_bias,
-        stop=stop,
-        assistant=assistant,
-        num_drafted=num_drafted,
-    )
+    steps = stream(**locals())  # which has the same arguments
     rows: list[list[int]] = [[] for _ in range(len(prompts) * num_samples)]
     for step in steps:
         for row, token in zip(rows, step, strict=True):
