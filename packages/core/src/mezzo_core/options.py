@@ -1,10 +1,13 @@
 """Options of the commands."""
 
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
+Config = TypeVar("Config", bound=Any)
 Device = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N. Default: a GPU if any.")]
 AllowPackage = Annotated[
     list[str] | None,
@@ -87,3 +90,10 @@ NumFewshot = Annotated[
 Limit = Annotated[
     int | None, typer.Option(min=1, help="Questions a task. Default: all; 500 of ruler.")
 ]
+
+
+def with_options(config: Config, given: Mapping[str, Any]) -> Config:
+    """Replace the fields of a configuration that options give; typer's lists become tuples."""
+    found = {each.name: given.get(each.name) for each in fields(config)}
+    values = {name: value for name, value in found.items() if value not in (None, [])}
+    return replace(config, **{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})

@@ -3,16 +3,15 @@
 Its help, which needs no torch, says the defaults in words; a test compares them with the protocols.
 """
 
-from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from mezzo_core.console import show, show_table
 from mezzo_core.errors import UserError, nearest
+from mezzo_core.options import with_options
 from mezzo_core.paths import expanded
 from typer import Option
 
-Config = TypeVar("Config", bound=Any)
 FIELDS = {"model": "models", "width": "widths", "lr": "learning_rates"}
 """The field that an option replaces, if it has another name."""
 NAMES = ("attention", "gsa", "gsa_one_head", "gla", "hgrn2", "retnet")
@@ -66,7 +65,7 @@ def mqar(
     if protocol not in PROTOCOLS:
         raise UserError(f"no protocol is named {protocol!r}{nearest(protocol, PROTOCOLS)}")
     whole = PROTOCOLS[protocol]
-    config = _replaced(whole, {**given, "task": _replaced(whole.task, given)})
+    config = with_options(whole, {**given, "task": with_options(whole.task, given)})
     result = sweep(config, out, device=device, jobs=jobs)
     rows = []
     for entry in result.entries:
@@ -74,10 +73,3 @@ def mqar(
         rows.append((entry.model, entry.column.removeprefix("C="), *map(format_value, shown)))
     show_table(("model", "C", "accuracy", "lr", "state (bytes a row)"), rows)
     show(f"{result.path} has every run")
-
-
-def _replaced(config: Config, given: dict[str, Any]) -> Config:
-    """Replace the fields that were given; typer's lists become tuples."""
-    found = {each.name: given.get(each.name) for each in fields(config)}
-    values = {name: value for name, value in found.items() if value not in (None, [])}
-    return replace(config, **{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})

@@ -3,12 +3,12 @@
 Its help needs no torch: the defaults are those of `SweepConfig`, which a test compares.
 """
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from mezzo_core.console import show, show_table
 from mezzo_core.errors import UserError, nearest
+from mezzo_core.options import with_options
 from mezzo_core.paths import expanded
 from typer import Option
 
@@ -22,6 +22,14 @@ TASK_NAMES = [
     "copying",
 ]
 MODELS = ["transformer", "recurrent"]
+FIELDS = {
+    "model": "models",
+    "lr": "learning_rates",
+    "decay": "weight_decays",
+    "seed": "seeds",
+    "width": "d_model",
+}
+"""The field that an option replaces, if it has another name."""
 RATES, DECAYS, SEEDS = [1e-3, 5e-4, 1e-4], [0.0, 0.1], [0, 1, 2]
 
 
@@ -51,6 +59,7 @@ def synthetic(
     Without options: MAD's six tasks and copying in full, many GPU hours. A folder goes on where it
     was left.
     """
+    given = {FIELDS.get(name, name): value for name, value in locals().items()}
     from mezzo_core.reproduction.figures import draw_result
     from mezzo_core.reproduction.measurement import read_result
     from mezzo_core.reproduction.tables import format_value
@@ -61,23 +70,8 @@ def synthetic(
     for name in task:
         if name not in TASKS:
             raise UserError(f"no task is named {name!r}{nearest(name, TASKS)}")
-    sizes = {"train_rows": train_rows, "test_rows": test_rows}
-    given = {name: value for name, value in sizes.items() if value is not None}
-    checked_later: dict[str, Any] = {"precision": precision}
-    config = SweepConfig(
-        tasks=tuple(replace(TASKS[name], **given) for name in task),
-        models=tuple(model),
-        learning_rates=tuple(lr),
-        weight_decays=tuple(decay),
-        seeds=tuple(seed),
-        d_model=width,
-        batch_size=batch_size,
-        epochs=epochs,
-        max_steps=max_steps,
-        compile=compile,
-        cuda_graph=cuda_graph,
-        **checked_later,
-    )
+    tasks = [with_options(TASKS[name], given) for name in task]
+    config = with_options(SweepConfig(), {**given, "tasks": tasks})
     result = sweep(config, out, device=device, jobs=jobs)
     found = read_result(result.path)
     rows = []
