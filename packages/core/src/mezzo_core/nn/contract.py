@@ -367,8 +367,7 @@ class AbstractSequenceModule(nn.Module, ABC):
         self.check_kind(state)
         if torch.compiler.is_compiling():  # checked in an eager call, or made by init_state
             return
-        if self._templates is None:
-            self._templates = {}
+        self._templates = self._templates or {}
         name = type(self).__name__
         if x.device in self._templates:
             try:
