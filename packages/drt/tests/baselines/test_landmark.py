@@ -15,7 +15,7 @@ from mezzo_drt.baselines.landmark.attention import (
     Reach,
     dense,
     gathered,
-    rotate_keys,
+    rotate,
 )
 from torch import nn
 
@@ -33,7 +33,7 @@ def by_hand(q, k, v, n, o, first, reach):
     def logit(j, place):
         distance = min(n - j, reach.furthest) * P + o - place
         at = torch.tensor([[distance, 0]])
-        turned = rotate_keys(torch.stack([q, k[j, place]])[None, :, None], at, reach.rope_base)
+        turned = rotate(torch.stack([q, k[j, place]])[None, :, None], at, reach.rope_base)
         return float(turned[0, 0, 0] @ turned[0, 1, 0]) / math.sqrt(len(q))
 
     local = [j for j in range(first, n) if j >= n - reach.local]
@@ -61,7 +61,7 @@ def random_grid(N, B=2, H=2):
     )
     first = torch.where(chunk < 3, 0, 3)
     q = 2 * torch.randn(B, chunk.shape[1], H, D, generator=generator, dtype=torch.float64)
-    turned = rotate_keys(k.flatten(1, 2), offset.expand(B, -1), BASE).view_as(k)
+    turned = rotate(k.flatten(1, 2), offset.expand(B, -1), BASE).view_as(k)
     places = Places(*(x.expand(B, -1) for x in (chunk, offset, first)))
     return q, k, turned, v, places
 

@@ -57,7 +57,7 @@ def landmark_attention(q: Tensor, k: Tensor, v: Tensor, places: Places, reach: R
 
     Args:
         q: (B, X, H, D), not rotated, X queries in any order.
-        k: (B, N, P, H, D), rotated by `rotate_keys`; with the landmark at the last of P places.
+        k: (B, N, P, H, D), rotated by `rotate`; with the landmark at the last of P places.
             What no query may see may hold anything.
         v: likewise, not rotated.
         places: of the queries.
@@ -75,11 +75,6 @@ def landmark_attention(q: Tensor, k: Tensor, v: Tensor, places: Places, reach: R
     return torch.cat(parts, 1) if parts else q
 
 
-def rotate_keys(k: Tensor, offset: Tensor, base: float) -> Tensor:
-    """Turn keys (B, X, H, D) by their places in their chunks (B, X)."""
-    return _rotate(k, offset, base)
-
-
 def dense(q: Tensor, k: Tensor, v: Tensor, places: Places, reach: Reach) -> Tensor:
     """Compute all logits of all chunks: the definition, for few chunks."""
     B, X, H, D = q.shape
@@ -89,7 +84,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, places: Places, reach: Reach) -> Tens
     is_own = j == chunk  # (B, X, N)
     is_past = (j < chunk) & (j >= first)
     distance = (chunk - j).clamp(0, reach.furthest)
-    turned = _rotate(
+    turned = rotate(
         q[:, :, None].expand(B, X, N, H, D).flatten(1, 2),
         (distance * P + offset).flatten(1),
         reach.rope_base,
@@ -151,7 +146,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, index: Tensor, places: Places, reach
     k, v = (x.masked_fill(hidden[..., None], 0) for x in (k, v))
     distance = (chunk[..., None] - index).clamp(0, reach.furthest)
     angle = distance * P + offset[..., None]
-    turned = _rotate(
+    turned = rotate(
         q[:, :, :, None].expand(*index.shape, D).flatten(1, 2).flatten(1, 2)[:, :, None],
         angle.flatten(1),
         reach.rope_base,
@@ -176,7 +171,7 @@ def _retrieve(q: Tensor, landmarks: Tensor, places: Places, reach: Reach, P: int
     scores = q.new_full((B, X, H, N), float("-inf"), dtype=_high(q).dtype)
     j = torch.arange(N, device=q.device)
     for distance in range(reach.local + 1, reach.furthest + 1):
-        turned = _high(_rotate(q, distance * P + offset, reach.rope_base))
+        turned = _high(rotate(q, distance * P + offset, reach.rope_base))
         found = torch.einsum("bxhd,bnhd->bxhn", turned, _high(landmarks)) * q.shape[-1] ** -0.5
         gap = (chunk[..., None] - j)[:, :, None]
         is_it = gap >= distance if distance == reach.furthest else gap == distance
@@ -194,7 +189,8 @@ def _highest(scores: Tensor, mask: Tensor, count: int) -> Tensor:
     return torch.zeros_like(mask).scatter(-1, index, True) & mask
 
 
-def _rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
+def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
+    """Turn (B, X, H, D): keys by their places in their chunks (B, X), queries to those of keys."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return apply_rope(x, *rope_angles(positions, x.shape[-1], base, dtype=dtype))
 

@@ -16,7 +16,7 @@ from mezzo_core.ops.checks import can_look, check_number, check_size
 from mezzo_core.ops.padding import without_padding
 from torch import Tensor, nn
 
-from mezzo_drt.baselines.landmark.attention import Places, Reach, landmark_attention, rotate_keys
+from mezzo_drt.baselines.landmark.attention import Places, Reach, landmark_attention, rotate
 from mezzo_drt.baselines.landmark.offload import (
     Held,
     attend_,
@@ -116,7 +116,7 @@ class LandmarkLayer(nn.Module):
     def _project(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
         h = self.attention_norm(x)
         q, k, v = (w(h).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        return q, rotate_keys(k, places.offset, self.reach.rope_base), v
+        return q, rotate(k, places.offset, self.reach.rope_base), v
 
     def _add(self, x: Tensor, out: Tensor) -> Tensor:
         x = x + self.wo(out.flatten(2))
