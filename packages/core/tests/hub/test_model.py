@@ -158,6 +158,10 @@ def test_the_logits_of_any_places_can_be_asked_for(model, use_cache):
     assert torch.equal(ask(logits_to_keep=3).logits, ask().logits[:, -3:])
 
 
+def test_tokens_may_be_int32(model):
+    assert torch.equal(model(TOKENS.int()).logits, model(TOKENS).logits)
+
+
 def test_the_loss_is_that_of_the_lm_and_needs_no_real_padding(model):
     loss = model(TOKENS, labels=TOKENS).loss
     torch.testing.assert_close(loss, model.lm.loss(TOKENS[:, :-1], TOKENS[:, 1:]))

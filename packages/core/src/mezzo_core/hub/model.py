@@ -83,7 +83,7 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
         """Predict the next token at every position.
 
         Args:
-            input_ids: (B, T) int64, the tokens that come after those of the cache.
+            input_ids: (B, T) int64 or int32, the tokens that come after those of the cache.
             attention_mask: (B, S), whose last T columns tell real tokens (1) from padding (0), on
                 the left, on the right or between. Padding changes nothing: positions count real
                 tokens, and the logits of padding are meaningless. None: no padding.
@@ -110,6 +110,7 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
         cache = self._given_cache(cache, past_key_values)
         if use_cache and cache is None:
             cache = MezzoCache(self.lm, len(input_ids))
+        input_ids = input_ids.long() if input_ids.dtype == torch.int32 else input_ids
         padding = _padding(input_ids, attention_mask)
         # The token of padding may be none of the model's.
         tokens = input_ids if padding is None else padding.to_end(input_ids)
