@@ -38,8 +38,9 @@ def test_a_text_shorter_than_a_row_can_be_read_as_a_whole(tmp_path):
     _, rows = opened(DataConfig(), tmp_path, source=source, whole=True)
     (batch,) = rows.validation_batches(1)
     assert batch.targets.tolist() == [[*b"abc", 256, -100]]
+    _, rows = opened(DataConfig(), tmp_path, source=source)
     with pytest.raises(UserError, match="fewer than one window"):
-        opened(DataConfig(), tmp_path, source=source)
+        rows.check_training()
 
 
 def test_the_texts_of_a_mixture_tell_that_documents_have_a_first_token(tmp_path):

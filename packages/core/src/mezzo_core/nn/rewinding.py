@@ -327,7 +327,7 @@ def _where_none(amount: Tensor, now: Tensor, then: Tensor) -> Tensor:
     if now.shape != then.shape:
         if any(size > room for size, room in zip(then.shape, now.shape, strict=True)):
             return then
-        shorter, then = then, now.clone()
+        shorter, then = then, torch.zeros_like(now)
         then[tuple(map(slice, shorter.shape))] = shorter
     same = (amount == 0).to(now.device).view(-1, *[1] * (now.ndim - 1))
     return torch.where(same, now, then)
