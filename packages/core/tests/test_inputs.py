@@ -40,7 +40,10 @@ def test_a_text_shorter_than_a_row_can_be_read_as_a_whole(tmp_path):
     assert batch.targets.tolist() == [[*b"abc", 256, -100]]
     _, rows = opened(DataConfig(), tmp_path, source=source)
     with pytest.raises(UserError, match="fewer than one window"):
-        rows.check_training()
+        rows.check_training(1)
+    (tmp_path / "short.txt").write_text("a")
+    with pytest.raises(UserError, match=r"what is held out has no target: .*\(--all\)"):
+        opened(DataConfig(mask_documents=True), tmp_path, source=source)
 
 
 def test_the_texts_of_a_mixture_tell_that_documents_have_a_first_token(tmp_path):

@@ -111,6 +111,8 @@ def measure_tasks(model: "LM", tokenizer: "Tokenizer", asked: TaskOptions) -> di
         UserError: if lm-eval is not installed, or refuses a task.
     """
     names = asked.names()
+    if asked.folder is not None and not asked.folder.is_dir():
+        raise UserError(f"--task-folder {asked.folder}: there is no such folder")
     of_ruler = [name for name in names if name.startswith("ruler_")]
     found = {name: _measure_ruler(model, tokenizer, name, asked) for name in of_ruler}
     others = [name for name in names if name not in found]
@@ -182,8 +184,6 @@ def _measure_others(
     from mezzo_core.hub.lm_eval import MezzoEvalLM, evaluate_tasks
 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    if asked.folder is not None and not asked.folder.is_dir():
-        raise UserError(f"--task-folder {asked.folder}: there is no such folder")
     segments = {} if asked.segment_tokens is None else {"segment_tokens": asked.segment_tokens}
     adapter = MezzoEvalLM(
         model, tokenizer, batch_size=asked.batch_size, max_length=asked.max_length, **segments

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from mezzo_core.config_json import from_json, to_json
 from mezzo_core.data.answers import AnswersConfig
-from mezzo_core.data.batches import BatchSource
+from mezzo_core.data.batches import BatchSource, TextData
 from mezzo_core.data.config import DataConfig
 from mezzo_core.data.corpora import read_lines
 from mezzo_core.data.find import existing_path
@@ -258,6 +258,11 @@ def _open_text(
         raise UserError(
             f"{name_texts(config)} is not the text that the model was trained on: it has changed, "
             "and what was held out is not known. Restore it, or give a text by --data"
+        )
+    if isinstance(rows, TextData) and rows.validation.num_targets == 0:
+        raise UserError(
+            f"{name_texts(config)}: what is held out has no target: give more text, or measure all "
+            "of it (--all)"
         )
     return rows
 

@@ -341,7 +341,7 @@ def test_too_little_text_and_bad_settings_are_said(tmp_path):
     data = DataConfig(source=str(tmp_path / "a.txt")).build(64, None)
     assert data.validation.num_targets, "what is held out can be measured"
     with pytest.raises(UserError, match="fewer than one window of 65"):
-        data.check_training()
+        data.check_training(1)
     for fraction in (0.0, 1.1, -1.0, float("nan")):
         with pytest.raises(UserError, match="validation_fraction must be above 0, to 1"):
             DataConfig(validation_fraction=fraction)

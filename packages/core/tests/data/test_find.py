@@ -123,6 +123,10 @@ def test_a_part_that_cannot_be_read_is_named_and_refused(folder, monkeypatch, pa
 
 @pytest.mark.parametrize("target", ["nowhere", "part2"])
 def test_a_link_that_leads_nowhere_is_named_and_refused(folder, target):
+    (folder / "corpus.2020").symlink_to(target)  # which may be a folder's
+    with pytest.raises(UserError, match=r"cannot read .*corpus.2020"):
+        names(folder, "*/*.txt")
+    (folder / "corpus.2020").unlink()
     (folder / "part2").symlink_to(target)
     with pytest.raises(UserError, match=r"cannot read .*part2") as error:
         names(folder)

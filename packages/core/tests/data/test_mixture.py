@@ -151,8 +151,8 @@ def test_a_text_that_is_too_short_to_train_on_is_named(mixture, tmp_path):
     (tmp_path / "digits.jsonl").write_text('{"text": "1"}\n{"text": "2"}')
     data = mixture.build(4, None)
     assert data.validation.num_targets
-    with pytest.raises(UserError, match=r"texts\[1\]: the training part has 2"):
-        data.check_training()
+    with pytest.raises(UserError, match=r"texts\[1\], '.*digits.jsonl': the training part has 2"):
+        data.check_training(1)
 
 
 def test_steps_and_batches_that_are_none_are_refused(mixture):

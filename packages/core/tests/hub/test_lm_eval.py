@@ -232,10 +232,14 @@ def test_the_command_prints_the_scores(lm, tasks, tmp_path, capsys):
     assert found["versions"].keys() == {"cloze", "written"}
     assert found["results"].keys() == {"cloze", "written", "ruler_fwe"}, "which is mezzo's own"
     assert found["n-samples"]["cloze"]["effective"] == 2
-    for tasks, words in (("clozed", "did you mean cloze"), (" , ", "--tasks must name a task")):
-        code, out, err = command(capsys, "eval", *given, "--tasks", tasks)
+    for name, words in (("clozed", "did you mean cloze"), (" , ", "--tasks must name a task")):
+        code, out, err = command(capsys, "eval", *given, "--tasks", name)
         assert (code, out, len(err.splitlines())) == (2, "", 1)
         assert words in err
+    elsewhere = (*given[:4], tmp_path / "none", "--tasks", "ruler_fwe")
+    code, out, err = command(capsys, "eval", *elsewhere)
+    assert (code, out) == (2, "")
+    assert "there is no such folder" in err
 
 
 def test_what_is_not_there_or_not_supported_is_one_line(lm, tasks):

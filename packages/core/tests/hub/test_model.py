@@ -4,6 +4,7 @@ import copy
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator, cpu_offload
@@ -156,6 +157,12 @@ def test_the_logits_of_any_places_can_be_asked_for(model, use_cache):
     places = torch.tensor([7, 19])
     assert torch.equal(ask(logits_to_keep=places).logits, ask().logits[:, places])
     assert torch.equal(ask(logits_to_keep=3).logits, ask().logits[:, -3:])
+
+
+def test_what_is_no_number_of_places_is_refused(model):
+    assert model(TOKENS, logits_to_keep=np.int64(1)).logits.shape[1] == 1
+    with pytest.raises(TypeError, match="list"):
+        model(TOKENS, logits_to_keep=[0, 2])
 
 
 def test_tokens_may_be_int32(model):

@@ -3,6 +3,8 @@
 The interpreter multiplies bfloat16 wrongly, so that dtype is tested on a GPU only.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from mezzo_core.testing import assert_close
@@ -97,6 +99,18 @@ def test_registered_ops_are_sound(gated):
     wanted = [x.clone().requires_grad_() for x in (o, weight)]
     torch.library.opcheck(gated_norm_op, (*wanted, z, 1e-5, torch.float32))
     torch.library.opcheck(gated_norm_bwd, (o, o, weight, z, 1e-5))
+    turned = o.t().contiguous().t()
+    torch.library.opcheck(gated_norm_bwd, (turned, turned, weight, z, 1e-5))
+
+
+def test_a_pullback_of_torch_func_is_the_gradient():
+    o, weight, z = draw((2, 5, 3, 20), torch.float32, gated=True)
+    found = []
+    for impl in ("triton", "reference"):
+        run = partial(gated_norm, o, weight, 1e-5, impl=impl)
+        y, pull = torch.func.vjp(lambda z, run=run: run(z=z), z)
+        found.append(pull(torch.ones_like(y))[0])
+    assert_close("dz", *found, rtol=1e-5)
 
 
 @pytest.mark.any_shapes

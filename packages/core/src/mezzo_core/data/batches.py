@@ -281,11 +281,12 @@ class BatchSource(ABC):
             ValueError: if `batch_size` is not a positive int.
         """
 
-    def check_training(self) -> None:
-        """Check that there is something to train on, before a run changes its folder.
+    def check_training(self, batch_size: int) -> None:
+        """Check that a run has what it needs, before it changes its folder.
 
         Raises:
-            UserError: if there is not, or it cannot be read.
+            UserError: if there is no batch to train on or nothing to validate on, or it cannot be
+                read.
         """
         return
 
@@ -323,6 +324,14 @@ class TextData(BatchSource):
     def vocab_size(self) -> int:  # type: ignore[override]
         """The number of tokens of the tokenizer."""
         return self.tokenizer.vocab_size
+
+    def check_training(self, batch_size: int) -> None:
+        """Check that the validation part has targets; see `BatchSource`."""
+        if self.validation.num_targets == 0:
+            raise UserError(
+                "the held-out part has no target: give more text, a larger validation_fraction or "
+                "a text of its own to validate on (--validation-data)"
+            )
 
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield the validation part in order, with each token as a target exactly once.

@@ -103,7 +103,7 @@ class DataConfig:
             world_size: number of processes, which a stream needs to choose its shard.
 
         Raises:
-            UserError: if the corpus or the tokenizer cannot be used, or there is too little text.
+            UserError: if the corpus or the tokenizer cannot be used, or there is no text.
         """
         if type(seq_len) is not int or not 0 < seq_len < 2**31:
             raise UserError(f"seq_len must be from 1 to 2^31 - 1, got {shorten(seq_len)}")

@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
+from mimetypes import guess_type
 from pathlib import Path
 
 from mezzo_core.errors import UserError
@@ -166,7 +167,7 @@ def _entries(folder: Path, pattern: str) -> tuple[list[Path], list[Path]]:
                 if entry.name.startswith(".") or not fnmatchcase(entry.name, pattern):
                     continue
                 where = folder / entry.name
-                if entry.is_symlink() and split_suffix(where)[0] in ("", *FORMATS):
+                if entry.is_symlink() and not _is_of_other_kind(where):
                     entry.stat()  # fails for a broken link or a circle of links
                 (folders if entry.is_dir() else files).append(where)
     except OSError as error:
@@ -177,6 +178,11 @@ def _entries(folder: Path, pattern: str) -> tuple[list[Path], list[Path]]:
     if _is_run(folder):
         files = [file for file in files if file.name not in ("log.jsonl", "log.csv")]
     return sorted(below for below in folders if not _is_run(below)), sorted(files)
+
+
+def _is_of_other_kind(path: Path) -> bool:
+    """Tell whether a name is that of a picture or the like, and of no text or folder."""
+    return split_suffix(path)[0] not in FORMATS and guess_type(path.name)[0] is not None
 
 
 def _is_run(folder: Path) -> bool:

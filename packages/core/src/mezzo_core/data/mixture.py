@@ -1,6 +1,7 @@
 """A mixture: several texts, of which each has its share of the rows to train on."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,17 +84,25 @@ class MixtureConfig:
         """Read and tokenize the texts; the arguments are those of `DataConfig.build`.
 
         Raises:
-            UserError: if a text or the tokenizer cannot be used, or a text is too short.
+            UserError: if a text or the tokenizer cannot be used.
         """
+        names = [f"texts[{i}], {config.source!r}" for i, config in enumerate(self.texts)]
         built = []
-        for i, config in enumerate(self.texts):
-            try:
+        for name, config in zip(names, self.texts, strict=True):
+            with _naming(name):
                 text = config.build(seq_len, cache_dir, rank=rank, world_size=world_size)
-            except UserError as error:
-                raise UserError(f"texts[{i}], {config.source!r}: {error}") from error
             assert isinstance(text, TokenizedText)
             built.append(text)
-        return MixedText(built, self.weights, seed=self.seed)
+        return MixedText(built, names, self.weights, seed=self.seed)
+
+
+@contextmanager
+def _naming(text: str) -> Iterator[None]:
+    """Say in an error which text it is of."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{text}: {error}") from error
 
 
 class MixedText(TextData):
@@ -104,24 +113,27 @@ class MixedText(TextData):
     """
 
     def __init__(
-        self, texts: Sequence[TokenizedText], weights: Sequence[float], *, seed: int
+        self,
+        texts: Sequence[TokenizedText],
+        names: Sequence[str],
+        weights: Sequence[float],
+        *,
+        seed: int,
     ) -> None:
-        """Mix the texts, which have the same tokenizer and seq_len."""
+        """Mix the texts, which have the same tokenizer and seq_len; `names` are for messages."""
         self.tokenizer, self.seq_len = texts[0].tokenizer, texts[0].seq_len
         self.fingerprint = " ".join(("mixture", *(text.fingerprint for text in texts)))
         self.num_train_tokens = None if all(text.num_train_tokens for text in texts) else 0
         self.num_validation_bytes = sum(text.num_validation_bytes for text in texts)
         self.validation = MixedWindows([text.validation for text in texts])
-        self._texts, self._seed = texts, seed
+        self._texts, self._names, self._seed = texts, names, seed
         self._counts = _rows_of_a_block(weights)
 
-    def check_training(self) -> None:
-        """Check that the training part of each text fills a window; see `BatchSource`."""
-        for i, text in enumerate(self._texts):
-            try:
-                text.check_training()
-            except UserError as error:
-                raise UserError(f"texts[{i}]: {error}") from error
+    def check_training(self, batch_size: int) -> None:
+        """Check each text; see `BatchSource`."""
+        for name, text in zip(self._names, self._texts, strict=True):
+            with _naming(name):
+                text.check_training(batch_size)
 
     def train_batch(self, step: int, batch_size: int) -> Batch:
         """Return the batch of a step: a function of the seeds, step and batch size alone."""

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from mezzo_core.data.batches import Batch, BatchSource, check_batch, check_batch_size
+from mezzo_core.errors import UserError
 from mezzo_core.ops.linear_cross_entropy import NO_TARGET
 
 
@@ -47,6 +48,12 @@ class RowsData(BatchSource):
         self._seed = seed
         self._order = (-1, np.empty(0, dtype=np.int64))  # an epoch and its order
 
+    def check_training(self, batch_size: int) -> None:
+        """Check that the rows fill a batch; see `BatchSource`."""
+        num_rows = len(self._train.inputs)
+        if batch_size > num_rows:
+            raise UserError(f"batch_size must be at most the {num_rows} rows, got {batch_size}")
+
     def train_batch(self, step: int, batch_size: int) -> Batch:
         """Return the batch of a step: a function of the seed, the step and the batch size alone.
 
@@ -55,8 +62,7 @@ class RowsData(BatchSource):
         """
         check_batch(step, batch_size)
         num_rows = len(self._train.inputs)
-        if batch_size > num_rows:
-            raise ValueError(f"batch_size must be at most the {num_rows} rows, got {batch_size}")
+        self.check_training(batch_size)
         epoch, place = divmod(step, num_rows // batch_size)
         if self._order[0] != epoch:
             generator = np.random.default_rng((self._seed, epoch))

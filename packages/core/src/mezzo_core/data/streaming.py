@@ -132,8 +132,13 @@ class StreamedText(TextData):
         rows, real, ends = (np.stack(parts) for parts in zip(*windows, strict=True))
         return make_batch(rows, real, ends, self._max_documents)
 
-    def check_training(self) -> None:
-        """Read the first document to train on; see `BatchSource`."""
+    def check_training(self, batch_size: int) -> None:
+        """Read the first document to train on too; see `BatchSource`."""
+        super().check_training(batch_size)
+        self._look()
+
+    def _look(self) -> None:
+        """Read the next document, if none waits."""
         if not self._waiting:
             self._waiting.append(next(self._documents))
 
@@ -171,7 +176,7 @@ class StreamedText(TextData):
             )
         cursor, used = _Cursor(**place["cursor"]), place["used"]
         self._start(place["step"], cursor, used)
-        self.check_training()
+        self._look()
         first = self._waiting[0]
         found = first.cursor == cursor and used < len(first.tokens)
         if not found and (cursor, used) != (_Cursor(), 0):

@@ -46,9 +46,6 @@ class TokenizedText(TextData):
                 meaning if there is a text of its own for that.
             seed: seed of the split and of the order.
             mask_documents: whether documents are kept from attending to each other.
-
-        Raises:
-            UserError: if there is a training part, and it has no window of T + 1 tokens.
         """
         self.tokenizer, self.seq_len = tokenizer, seq_len
         # "packed" stays: runs on disk have it in their corpus.json.
@@ -78,8 +75,9 @@ class TokenizedText(TextData):
         self._seed = seed
         self._orders: dict[int, NDArray[np.int64]] = {}
 
-    def check_training(self) -> None:
-        """Check that the training part fills a window; see `BatchSource`."""
+    def check_training(self, batch_size: int) -> None:
+        """Check that the training part fills a window too; see `BatchSource`."""
+        super().check_training(batch_size)
         if self.train.num_complete == 0:
             raise UserError(
                 f"the training part has {self.train.num_tokens} tokens, fewer than one window of "

@@ -1,5 +1,6 @@
 """A language model of mezzo as a model of transformers."""
 
+import operator
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -106,7 +107,8 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
                 `input_ids`, the cache is another model's, or an argument is not supported.
         """
         _refuse(others)
-        count = logits_to_keep if isinstance(logits_to_keep, int) else 0
+        keeps_places = isinstance(logits_to_keep, Tensor)
+        count = 0 if keeps_places else operator.index(logits_to_keep)
         cache = self._given_cache(cache, past_key_values)
         if use_cache and cache is None:
             cache = MezzoCache(self.lm, len(input_ids))
@@ -127,8 +129,7 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
             loss = _loss(logits, labels, padding, num_items_in_batch)
         if padding is not None and logits.shape[1] == tokens.shape[1]:
             logits = padding.in_place(logits)
-        wanted = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-count, None)
-        logits = logits[:, wanted]
+        logits = logits[:, logits_to_keep if keeps_places else slice(-count, None)]
         kept = None if use_cache is False else cache
         return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: kept})
 

@@ -151,7 +151,8 @@ def _is_eager(inputs: tuple[Any, ...]) -> bool:
         if x is None:
             continue
         if type(x) in _PLAIN:
-            if x.is_meta:
+            # In a pullback of torch.func some are wrapped still, without data.
+            if x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x):
                 return False
         elif isinstance(x, Tensor) or (type(x) is list and not _is_eager(tuple(x))):
             return False

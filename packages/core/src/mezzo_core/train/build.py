@@ -70,6 +70,8 @@ def build_data(config: TrainConfig, world: World) -> BatchSource:
     data = built[0] if built else build()
     if data.num_train_tokens == 0:
         raise UserError("validation_fraction = 1 holds out all of the text: nothing to train on")
+    if not data.reads_shard:
+        data.check_training(config.batch_size)
     if data.vocab_size > config.model.vocab_size:
         what: object = config.data
         if isinstance(config.data, TextConfig):
@@ -79,6 +81,20 @@ def build_data(config: TrainConfig, world: World) -> BatchSource:
             f"{config.model.vocab_size}: --vocab-size {data.vocab_size} fits"
         )
     return data
+
+
+def begin_data(data: BatchSource, place: dict[str, Any] | None, batch_size: int) -> None:
+    """Go to a checkpoint's place in the data, if there is one, and see whether there is more.
+
+    What every process has as a whole, `build_data` has checked.
+
+    Raises:
+        UserError: if the place is not there any more, or a process has no shard to train on.
+    """
+    if place is not None:
+        data.load_state_dict(place)
+    if data.reads_shard:
+        data.check_training(batch_size)
 
 
 def build_model(

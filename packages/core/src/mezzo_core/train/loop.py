@@ -24,6 +24,7 @@ from mezzo_core.nn.checkpoint import save_model
 from mezzo_core.nn.lm import LM
 from mezzo_core.train.build import (
     LossFunction,
+    begin_data,
     build_data,
     build_model,
     describe,
@@ -166,9 +167,8 @@ def _prepare(
 
     world.first_only(check)
     resumed = checkpoints.load(model, optimizer) if resume else None
-    if resumed is not None:
-        data.load_state_dict(resumed.data)
-    data.check_training()
+    place = None if resumed is None else resumed.data
+    world.each(partial(begin_data, data, place, config.batch_size))
     stop.defer(again_is_urgent=world.size == 1)
     world.first_only(lambda: claim_folder(out, config, data.fingerprint, resume=resume))
     done = 0 if resumed is None else resumed.step

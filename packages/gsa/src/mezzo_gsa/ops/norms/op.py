@@ -40,7 +40,7 @@ def _(
     from mezzo_gsa.ops.norms import triton
 
     parts = x.new_empty(triton.count_parts(x), x.shape[1], dtype=torch.float32)
-    return torch.empty_like(x), parts, x.new_empty(0 if z is None else z.shape)
+    return x.new_empty(x.shape), parts, x.new_empty(0 if z is None else z.shape)
 
 
 _call_bwd = undispatched(gated_norm_bwd, replayed(function_of(gated_norm_bwd)))
