@@ -239,11 +239,18 @@ def not_trained(runs: dict[Path, TrainConfig]) -> Iterator[tuple[Path, TrainConf
 
 
 def is_trained(config: TrainConfig, home: Path) -> bool:
-    """Tell whether a stage has done all its steps; its checkpoints may be gone."""
+    """Tell whether a stage has done all its steps, or was accurate enough before.
+
+    Its checkpoints may be gone.
+    """
     if not (home / "model").exists():
         return False
     check_folder(home, config, resume=True)
-    return any(row["step"] == config.steps for row in read_rows(home / "log.jsonl", config.steps))
+    enough = 1.0 if config.stop_at_accuracy is None else config.stop_at_accuracy
+    return any(
+        row["step"] == config.steps or (row.get("val_accuracy") or 0) > enough
+        for row in read_rows(home / "log.jsonl", config.steps)
+    )
 
 
 def runs_of(

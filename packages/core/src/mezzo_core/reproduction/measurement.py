@@ -125,6 +125,16 @@ def pick(ours: Measurement, columns: Mapping[str, str]) -> Measurement | None:
     )
 
 
+def without_first_seed(ours: Measurement) -> Measurement:
+    """Leave out the seed that chose the settings, as `at_best` does: it was lucky there."""
+    first, *others = ours.seeds
+    if not others:
+        return ours
+    setting = f"seed {first}, which chose the rates, is left out; {ours.setting}"
+    kept = tuple(entry for entry in ours.entries if entry.seed != first)
+    return replace(ours, entries=kept, setting=setting)
+
+
 def at_best(ours: Measurement, name: str) -> Measurement:
     """Return the numbers of each model in its best column, which the first seed chooses.
 

@@ -171,7 +171,10 @@ def reproduce_papers(
     for paper in papers:
         known = scale if len(papers) == 1 or scale in paper.scales else next(iter(paper.scales))
         reports.append(paper.report(only, known, out))
-    command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    program = Path(sys.argv[0])
+    as_module = ["python", "-m", program.parent.name]
+    begin = as_module if program.name == "__main__.py" else [program.name]
+    command = shlex.join([*begin, *sys.argv[1:]])
     seconds = time.perf_counter() - start
     whole = Report(reports, scale, command, seconds, origin(choose_device(None, None)))
     write_report(whole, out)

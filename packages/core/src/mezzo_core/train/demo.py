@@ -50,8 +50,8 @@ def run_demo(paper: Paper, demo: Demo, out: Path | None) -> None:
         _show_sample(folder / demo.recipe / "model")
         _show_losses(found, folder)
     show(
-        f"\nA minute does not tell which model is better: `{paper.command} reproduce` trains with "
-        "several seeds."
+        f"\nA minute does not tell which model is better: `{paper.command} reproduce` shows what "
+        "longer trainings with several seeds tell."
         f"\nNext: `{paper.command} recipes` lists all models;"
         f"\n  {paper.command} train {demo.recipe} --data YOUR_TEXT.txt --out runs/mine"
         f'\n  {paper.command} generate runs/mine --prompt "{PROMPT.strip()}"'
