@@ -93,7 +93,7 @@ def run_norm(x: Tensor, weight: Tensor, z: Tensor | None, eps: float, dtype: tor
         launch(
             gated_norm_kernel, (ceil_div(x.shape[0], BM),),
             x, weight.contiguous(), z, y, x.shape[0], stride, eps,
-            N=N, D=x.shape[1], BM=BM, BD=BD, num_warps=4,
+            N=N, D=x.shape[1], BM=BM, BD=BD, num_warps=8 if BD > NUMBERS else 4,
         )  # fmt: skip
     return y
 
@@ -111,7 +111,7 @@ def run_norm_bwd(
         launch(
             gated_norm_bwd_kernel, (parts.shape[0],),
             dy, x, weight.contiguous(), z, dx, dz, parts, x.shape[0], stride, eps,
-            N=N, D=x.shape[1], BM=BM, BD=BD, num_warps=4,
+            N=N, D=x.shape[1], BM=BM, BD=BD, num_warps=8 if BD > NUMBERS else 4,
         )  # fmt: skip
     return dx, parts, dz
 
