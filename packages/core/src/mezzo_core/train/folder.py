@@ -217,6 +217,8 @@ def _differences(found: Any, wanted: Any, name: str = "", *, may_move: bool = Fa
         return []
     if isinstance(found, dict) and isinstance(wanted, dict):
         keys = dict.fromkeys([*found, *wanted])
+        if found.get("streaming") is True and wanted.get("streaming") is True:
+            keys.pop("validation_fraction", None)  # a stream does not look at it
         # What is off here was off for the version that did not have it yet.
         found = {**{key: False for key in keys if wanted.get(key) is False}, **found}
         pairs = [(f"{name}.{key}".lstrip("."), found.get(key), wanted.get(key)) for key in keys]
