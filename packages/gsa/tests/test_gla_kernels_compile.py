@@ -23,7 +23,7 @@ PUBLISHED = "channel gates in bfloat16"
 SPILLED = {"keys_bwd_kernel": 256}
 """Bytes of registers that a thread spills at most in this form; in all other kernels none."""
 NORMED = {"gated_norm_kernel", "gated_norm_bwd_kernel"}
-STEPPED = {"step_state_kernel", "step_norm_kernel"}
+STEPPED = {"step_state_kernel", "gated_norm_kernel"}
 
 
 def gla(T, K, V, dtype, *, B=1, HQ=4, H=2, head_gate=False, packed=False, state=False):

@@ -25,7 +25,7 @@ SHARED_MEMORY = 227 * 1024  # bytes that one program may have on Hopper
 TRAINED = {"gate_kernel", "segment_states_kernel", "slots_fwd_kernel", "slots_bwd_kernel"}
 CONTINUED = {*TRAINED, "join_segments_kernel"}
 STEPPED = {"step_keys_kernel", "step_values_kernel"}
-NORMED = {*STEPPED, "step_norm_kernel"}
+NORMED = {*STEPPED, "gated_norm_kernel"}
 PUBLISHED = "the published sizes in bfloat16"
 BETWEEN = ("none", "swish", "relu", "relu_squared")
 

@@ -13,7 +13,7 @@ from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import apply_rope, rope_angles, sequence_positions
 from torch import Tensor
 
-from mezzo_gsa.heads import norm_heads, plan_heads
+from mezzo_gsa.heads import norm_and_gate, plan_heads
 from mezzo_gsa.ops import ABCState, chunk_abc, step_abc_
 from mezzo_gsa.ops.gates import skip_padding
 
@@ -136,7 +136,7 @@ class GatedABC(AbstractMixer):
         return q, k, v, z, s
 
     def _output(self, out: Tensor, z: Tensor) -> Tensor:
-        return self.out_proj(norm_heads(self.norm, self.config.norm_eps, out, z))
+        return self.out_proj(norm_and_gate(self.norm, self.config.norm_eps, out, z))
 
     def init_state(self, batch: int) -> GatedABCState:
         """Return the state before the first token: empty memories and empty sums."""

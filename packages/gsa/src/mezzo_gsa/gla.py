@@ -12,12 +12,12 @@ from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
 from mezzo_gsa.heads import (
-    AbstractOfAttention,
+    AbstractConvertible,
     FeatureMap,
     apply_feature_map,
     check_feature_map,
     check_flag,
-    norm_heads,
+    norm_and_gate,
     plan_heads,
 )
 from mezzo_gsa.ops import LayerForm, chunk_gla, step_gla_layer_
@@ -65,7 +65,7 @@ class GLAState(NamedTuple):
     """(B, H, K, V) float32: the memory of each key-value head."""
 
 
-class GLA(AbstractOfAttention):
+class GLA(AbstractConvertible):
     """The GLA mixer: y = (RMSNorm(GLA(q, k, v, g)) ⊙ swish(x Wz)) Wo.
 
     q, k, v = x Wq, x Wk, x Wv, and g = logsigmoid(x W1 W2 + b) / damping. The scale is K^-1/2, and
@@ -118,7 +118,7 @@ class GLA(AbstractOfAttention):
             q, k, v, g, scale=self.form.scale, initial_state=None if state is None else state.h,
             cu_seqlens=cu_seqlens,
         )  # fmt: skip
-        y = norm_heads(self.norm, self.config.norm_eps, out, z)
+        y = norm_and_gate(self.norm, self.config.norm_eps, out, z)
         return self.out_proj(y), None if state is None else GLAState(h)
 
     def step(self, x: Tensor, state: GLAState) -> Tensor:

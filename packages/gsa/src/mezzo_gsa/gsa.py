@@ -14,7 +14,7 @@ from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mezzo_gsa.heads import AbstractOfAttention, check_flag
+from mezzo_gsa.heads import AbstractConvertible, check_flag
 from mezzo_gsa.ops import (
     Between,
     GSAState,
@@ -90,7 +90,7 @@ class GSAConfig:
         return GSA(self, d_model)
 
 
-class GSA(AbstractOfAttention):
+class GSA(AbstractConvertible):
     """The GSA mixer: y = RMSNorm(swish(o)) Wo, o from swish(x Wq), swish(x Wk), swish(x Wv), x Wα.
 
     The rows of `in_proj.weight`, with HQ heads of queries and H of keys and values, are HQ·D rows

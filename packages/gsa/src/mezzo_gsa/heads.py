@@ -96,7 +96,7 @@ def apply_feature_map(x: Tensor, feature_map: FeatureMap | None) -> Tensor:
     return x if feature_map is None else F.relu(x)
 
 
-def norm_heads(norm: nn.Module, eps: float, out: Tensor, z: Tensor | None) -> Tensor:
+def norm_and_gate(norm: nn.Module, eps: float, out: Tensor, z: Tensor | None) -> Tensor:
     """Return RMSNorm(o) ⊙ swish(z), (..., HQ·V), from the heads' outputs o (..., HQ, V).
 
     Args:
@@ -112,7 +112,7 @@ def norm_heads(norm: nn.Module, eps: float, out: Tensor, z: Tensor | None) -> Te
     return y if z is None else y * F.silu(z)
 
 
-class AbstractOfAttention(AbstractMixer):
+class AbstractConvertible(AbstractMixer):
     """A mixer that can start with the weights of softmax attention (`mezzo_gsa.convert`).
 
     The first rows of `in_proj` are its Wq, Wk and Wv, as `widths` says, and `out_proj` is its Wo.

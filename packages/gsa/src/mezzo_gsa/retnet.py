@@ -21,12 +21,12 @@ from mezzo_core.positions import (
 from torch import Tensor, nn
 
 from mezzo_gsa.heads import (
-    AbstractOfAttention,
+    AbstractConvertible,
     FeatureMap,
     apply_feature_map,
     check_feature_map,
     check_flag,
-    norm_heads,
+    norm_and_gate,
     plan_heads,
 )
 from mezzo_gsa.ops import LayerForm, chunk_gla, step_gla_layer_
@@ -83,7 +83,7 @@ class RetNetState(NamedTuple):
     """(B,) int64: the tokens that each row has seen."""
 
 
-class RetNet(AbstractOfAttention):
+class RetNet(AbstractConvertible):
     """The RetNet mixer: y = (RMSNorm(retention) ⊙ swish(x Wz)) Wo.
 
     Head h = 0, 1, ... decays by γ = 1 - 2^(-5-h) at each token. Queries and keys have RoPE, the
@@ -201,7 +201,7 @@ class RetNet(AbstractOfAttention):
     def _normed(self, out: Tensor, z: Tensor | None) -> Tensor:
         """Norm each head of (B, T, HQ, V), and return (B, T, HQ V), times the output gate."""
         if self.config.norm == "rms":
-            return norm_heads(self.norm, self.config.norm_eps, out, z)
+            return norm_and_gate(self.norm, self.config.norm_eps, out, z)
         rows = out.flatten(2)
         y = self.norm(rows.flatten(0, 1)).view_as(rows)
         return y if z is None else y * F.silu(z)

@@ -8,6 +8,7 @@ from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 
 from mezzo_gsa.ops.gates.triton import swish
+from mezzo_gsa.ops.norms.triton import gated_norm_kernel
 
 # Programs that fill a large GPU, and the widths of tiles to choose from.
 PROGRAMS, NARROW, WIDE = 256, 16, 64
@@ -22,22 +23,6 @@ def load_mapped(x, o, m, MAP: tl.constexpr):
     elif MAP == "relu":
         b_x = tl.where(b_x < 0, 0.0, b_x)  # a maximum would replace NaN
     return b_x
-
-
-@triton.jit
-def step_norm_kernel(
-    x, weight, z, y, stride_z, eps, N: tl.constexpr, D: tl.constexpr, BD: tl.constexpr
-):
-    """Normalize one of a row's N parts, D wide, by its root mean square; times swish(z)."""
-    pid = tl.program_id(0).to(tl.int64)
-    o_d = tl.arange(0, BD)
-    m = o_d < D
-    b_x = tl.load(x + pid * D + o_d, mask=m, other=0.0)
-    b_w = tl.load(weight + o_d, mask=m, other=0.0).to(tl.float32)
-    b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, axis=0) / D + eps) * b_w
-    if z is not None:
-        b_y *= load_mapped(z + pid // N * stride_z + pid % N * D, o_d, m, "swish")
-    tl.store(y + pid * D + o_d, b_y.to(y.dtype.element_ty), mask=m)
 
 
 def norm_heads(x: Tensor, weight: Tensor, z: Tensor | None, y: Tensor, eps: float) -> None:
@@ -55,9 +40,9 @@ def norm_heads(x: Tensor, weight: Tensor, z: Tensor | None, y: Tensor, eps: floa
         z = z.contiguous()
     with torch.cuda.device_of(x):
         launch(
-            step_norm_kernel, (B * C // D,),
-            x, weight.contiguous(), z, y, 0 if z is None else z.stride(0), eps,
-            N=C // D, D=D, BD=next_power_of_2(D), num_warps=8,
+            gated_norm_kernel, (B * C // D,),
+            x, weight.contiguous(), z, y, B * C // D, 0 if z is None else z.stride(0), eps,
+            N=C // D, D=D, BM=1, BD=next_power_of_2(D), SWISH=False, num_warps=8,
         )  # fmt: skip
 
 

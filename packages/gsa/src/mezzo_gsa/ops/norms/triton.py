@@ -32,15 +32,15 @@ def swish_slope(b_x):
 @triton.jit(do_not_specialize=["rows", "eps"])
 def gated_norm_kernel(
     x, weight, z, y, rows, stride_z, eps,
-    N: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, SWISH: tl.constexpr,
 ):  # fmt: skip
-    """Write RMSNorm(x) ⊙ swish(z), or without z RMSNorm(swish(x)), for BM rows."""
+    """Write RMSNorm(x), for BM rows; SWISH: of swish(x). With z, times swish(z)."""
     o_r, o_d = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM), tl.arange(0, BD)
     m = (o_r < rows)[:, None] & (o_d < D)[None, :]
     o_x = o_r[:, None] * D + o_d[None, :]
     b_x = tl.load(x + o_x, mask=m, other=0.0).to(tl.float32)
     b_w = tl.load(weight + o_d, mask=o_d < D, other=0.0).to(tl.float32)
-    if z is None:
+    if SWISH:
         b_x = swish(b_x)
     b_y = b_x * tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)[:, None] * b_w[None, :]
     if z is not None:
@@ -93,7 +93,7 @@ def run_norm(x: Tensor, weight: Tensor, z: Tensor | None, eps: float, dtype: tor
         launch(
             gated_norm_kernel, (ceil_div(x.shape[0], BM),),
             x, weight.contiguous(), z, y, x.shape[0], stride, eps,
-            N=N, D=x.shape[1], BM=BM, BD=BD, num_warps=8 if BD > NUMBERS else 4,
+            N=N, D=x.shape[1], BM=BM, BD=BD, SWISH=z is None, num_warps=8 if BD > NUMBERS else 4,
         )  # fmt: skip
     return y
 
