@@ -6,11 +6,10 @@ import torch
 from jaxtyping import Float
 from mezzo_core.ops.checks import check_floating, check_number
 from mezzo_core.ops.impl import Impl, resolve_impl
-from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
-from torch.nn import functional as F
 
 from mezzo_gsa.ops.norms.op import differentiable_gated_norm
+from mezzo_gsa.ops.norms.reference import gated_norm_reference
 
 MAX_WIDTH = 8192
 """The widest rows that the kernels support."""
@@ -47,21 +46,12 @@ def gated_norm(
     fuses = torch.compiler.is_compiling() and impl == "auto"
     chosen = resolve_impl("gated_norm", impl, o.device, _unsupported(o, weight))
     if weight is None or fuses or chosen == "reference":
-        return _reference(o, weight, eps, z).to(dtype or o.dtype)
+        return gated_norm_reference(o, weight, eps, z).to(dtype or o.dtype)
     D = o.shape[-1]
     if z is not None:  # (tokens, heads, D)
         z = z.reshape(-1, o.shape[-2] if o.ndim > 1 else 1, D)
     y = differentiable_gated_norm(o.reshape(-1, D), weight, z, eps, dtype or o.dtype)
     return y.view(o.shape)
-
-
-def _reference(o: Tensor, weight: Tensor | None, eps: float, z: Tensor | None) -> Tensor:
-    """Return the definition, in the precision of accumulation."""
-    wide = accumulation_dtype(o.dtype)
-    y = o.to(wide) if z is not None else F.silu(o.to(wide))
-    if weight is not None:
-        y = F.rms_norm(y, weight.shape, weight.to(wide), eps)
-    return y if z is None else y * F.silu(z.to(wide))
 
 
 def _check(o: Any, weight: Any, eps: Any, z: Any) -> None:
