@@ -10,6 +10,7 @@ from mezzo_core.reproduction import gpus
 from mezzo_core.reproduction.result_file import read_file
 from mezzo_core.train.log import RunLog
 from mezzo_drt.recipes import PAPER_NAMES
+from mezzo_recurrent_transformer.recipes import with_layers
 
 ROOT = Path(__file__).parents[1] / "packages"
 ONE = ("--seeds", "0")
@@ -29,10 +30,14 @@ WORDS = {
     "rat/train_gpus": ("--models", "RAT(L=16), 200m, 1 GPU"),
     "rat/train_six": (*ONE, "1", "--models", "RNN", "Attention, ALiBi"),
     "rat/train_small": (*ONE, "--models", "RNN", "Attention-SWA", "RAT(L=16)-SWA NoPE"),
+    "recurrent_transformer/train_gpus": (
+        "--models",
+        f"{with_layers('Recurrent Transformer', 6)}, 1 GPU",
+    ),
     "recurrent_transformer/train_small": (
         *ONE,
         "--models",
-        "Transformer, 12 layers",
+        with_layers("Transformer", 12),
         "with RMSNorm",
     ),
 }

@@ -1,19 +1,94 @@
-"""Work in several processes, one on each GPU, and the share of a GPU's peak."""
+"""Work in several processes, one on each GPU, and the speed of a training there."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from mezzo_core.data import load_tokenizer
 from mezzo_core.nn.on_meta import on_meta
+from mezzo_core.reproduction.result_file import Cell, Entry, say
+from mezzo_core.reproduction.runner import Job
+from mezzo_core.reproduction.script import Options
+from mezzo_core.reproduction.training import WARMUP, measure_run
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.distributed import World
 from mezzo_core.train.peaks import peak_flops, peak_speed
 
 Found = TypeVar("Found")
+COLUMNS = ("tokens/s", "% of bf16 peak", "peak GB of a GPU", "Train. loss")
+STEPS = 2 * WARMUP
+"""Of a training that is timed."""
+
+
+def time_trainings(
+    options: Options, rows: Mapping[str, tuple[TrainConfig, int]], setting: str
+) -> None:
+    """Train for a few steps, and write speed, memory and loss to train_gpus.json.
+
+    Args:
+        options: of the script.
+        rows: each run, and in how many processes it trains. It gets the text of the options.
+        setting: how much a step trains on.
+    """
+    most = max(1, torch.cuda.device_count())
+    for row in options.models:
+        if rows[row][1] > most:
+            say(f"{row}: not measured, with {most} GPUs")
+    columns = COLUMNS if has_known_peak(options.device) else (COLUMNS[0], COLUMNS[-1])
+    options.run(
+        "train_gpus",
+        [
+            Job(tuple(Cell(row, c) for c in columns), partial(_time_training, run, count, options))
+            for row, (run, count) in rows.items()
+            if count <= most
+        ],
+        title="Whole models on one GPU and on two",
+        setting=f"{STEPS} steps of {setting} by the recipes, but for the vocabulary, which is that "
+        f"of {Path(options.tokenizer).name}; bf16 autocast over float32, layers and loss compiled; "
+        f"speed: of all GPUs, median after {WARMUP} steps; the peak is the data sheet's, at 3 "
+        "times the forward's FLOPs",
+        how="scaled down" if options.dry_run else "other hardware",
+        columns=COLUMNS,
+        models=tuple(rows),
+        unit="",
+        better="higher",
+    )
+
+
+def _time_training(
+    config: TrainConfig,
+    count: int,
+    options: Options,
+    cells: tuple[Cell, ...],
+    folder: Path,
+    device: torch.device,
+) -> Iterator[list[Entry]]:
+    steps = STEPS
+    if options.dry_run:
+        config, steps = replace(config, seq_len=16, batch_size=2), 2
+    config = replace(
+        config,
+        model=replace(config.model, vocab_size=load_tokenizer(options.tokenizer).vocab_size),
+        data=options.text,
+        steps=steps,
+        eval_every=steps,
+        eval_batches=1,
+        checkpoint_every=steps,
+    )
+    device = torch.device(device.type)
+    found = run_processes(count, measure_run, config, folder, device)
+    speed, loss = found[0]["tokens_per_second"], found[0]["steps"]["train"][-1][1]
+    peak = max(each["peak_gb"] or 0 for each in found.values())
+    told = (speed, share_of_peak(config, speed / count, device), peak, loss)
+    values = dict(zip(COLUMNS, told, strict=True))
+    yield [cell.entry(values[cell.column]) for cell in cells]
 
 
 def run_processes(count: int, work: Callable[..., Found], *arguments: Any) -> dict[int, Found]:
