@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 from mezzo_core.reproduction.result_file import FAILED
-from mezzo_gsa.ops.gsa import chunk_gsa
+from mezzo_gsa.ops import chunk_gla, chunk_gsa
 from mezzo_gsa.reproduction import fla
 from mezzo_gsa.reproduction.fla import Shapes
 from mezzo_gsa.reproduction.speed import FULL, SPEEDS, ops
@@ -38,6 +38,7 @@ def stand_in(monkeypatch):
         "fla": {"__version__": "0.6.0"},
         "fla.ops": {},
         "fla.ops.gsa": {"chunk_gsa": fla_gsa},
+        "fla.ops.gla": {"chunk_gla": chunk_gla},
         "fla.layers": {"GatedSlotAttention": StandIn, "GatedLinearAttention": StandIn},
     }
     for name, content in parts.items():
@@ -60,13 +61,16 @@ def test_fla_is_measured_in_the_same_run():
     rows = [entry.model for entry in entries]
     assert rows == every
     assert FAILED not in {entry.value for entry in entries}
-    for kind, phase in product(("gsa op", "gsa layer", "gla layer"), ("forward", "train")):
+    for kind, phase in product(
+        ("gsa op", "gla op", "gsa layer", "gla layer"), ("forward", "train")
+    ):
         assert {f"{kind} {phase} ({impl})" for impl in ("triton", "fla 0.6.0")} <= {*rows}
 
 
 @pytest.mark.usefixtures("stand_in")
 def test_an_fla_that_fails_says_why_and_leaves_our_rows(monkeypatch):
-    monkeypatch.setattr(sys.modules["fla.ops.gsa"], "chunk_gsa", None)
+    for name in ("gsa", "gla"):
+        monkeypatch.setattr(sys.modules[f"fla.ops.{name}"], f"chunk_{name}", None)
     monkeypatch.setitem(sys.modules, "fla.layers", None)
     entries, every = measured()
     assert [entry.model for entry in entries] == every

@@ -89,9 +89,10 @@ def test_heads_of_several_tiles_equal_the_definition(gate):
 
 
 @pytest.mark.parametrize("gate", ["channel", "head"])
-def test_states_flow_from_segment_to_segment(gate):
-    inputs = draw(1, 1025, 1, 1, 16, 16, gate=gate)  # 17 chunks: a segment has 16
-    inputs["g"] *= 0.01
+def test_states_flow_from_segment_to_segment(gate, monkeypatch):
+    monkeypatch.setattr("mezzo_gsa.ops.chunking.chunks.SEGMENT", 128)
+    inputs = draw(1, 330, 1, 1, 16, 16, gate=gate)  # three segments
+    inputs["g"] *= 0.03
     check(inputs)
 
 

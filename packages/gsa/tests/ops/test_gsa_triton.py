@@ -133,9 +133,10 @@ def test_gradients_flow_through_both_states(dtype):
     check(draw(2, 70, dtype=dtype, state=True), through_state=True, scale=0.3)
 
 
-def test_memories_flow_from_segment_to_segment():
-    inputs = draw(1, 1100, 2, 1, 8, 8, 5, state=True, strength=True)  # 18 chunks: a segment has 16
-    inputs["g"] *= 0.02
+def test_memories_flow_from_segment_to_segment(monkeypatch):
+    monkeypatch.setattr("mezzo_gsa.ops.chunking.chunks.SEGMENT", 128)
+    inputs = draw(1, 330, 2, 1, 8, 8, 5, state=True, strength=True)  # three segments
+    inputs["g"] *= 0.06
     check(inputs, through_state=True, scale=0.3)
 
 

@@ -1,9 +1,10 @@
-"""GSA's op, and layers in training, beside those of fla (flash-linear-attention).
+"""The ops of GSA and GLA, and layers in training, beside those of fla (flash-linear-attention).
 
 That is the library of the paper's authors; only the benchmarks use it, where it is installed. A
 layer is the mixer alone, with weights and inputs of one dtype, as fla's benchmarks take it.
 """
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,12 +17,12 @@ from mezzo_core.nn.configs import MixerConfig
 from mezzo_core.reproduction import Timing
 from mezzo_core.reproduction.layer_speed import build_layer, compiled, op_job, time_layer, time_op
 from mezzo_core.reproduction.runner import Job, excused
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import GSAConfig
-from mezzo_gsa.ops import chunk_gsa
+from mezzo_gsa.ops import chunk_gla, chunk_gsa
 
 Timer = Callable[..., list[Timing]]
 
@@ -40,6 +41,14 @@ class Shapes:
     def d_model(self) -> int:
         """C, of the layers and of all heads together."""
         return self.num_heads * self.head_dim
+
+    def ops(self) -> dict[str, dict[str, int]]:
+        """Return the sizes of a head of each op; GLA's keys are half as wide as its values."""
+        H, D = self.num_heads, self.head_dim
+        return {
+            "gsa": {"H": H, "K": D, "V": D, "M": self.num_slots},
+            "gla": {"H": H, "K": D // 2, "V": D},
+        }
 
     def layers(self) -> dict[str, MixerConfig]:
         """Return our layers."""
@@ -60,42 +69,47 @@ def jobs(shapes: Shapes, device: str) -> list[Job]:
         from fla import __version__
 
         theirs = [f"fla {__version__}"]
-    H, D, M = shapes.num_heads, shapes.head_dim, shapes.num_slots
     found = []
-    for (B, T), impl in product(shapes.batches, [ours, *theirs]):
-        make = partial(_op, shapes, (B, T), impl in theirs)
-        found.append(op_job("gsa op", impl, {"B": B, "T": T, "H": H, "K": D, "V": D, "M": M}, make))
+    for (B, T), (name, sizes), impl in product(
+        shapes.batches, shapes.ops().items(), [ours, *theirs]
+    ):
+        make = partial(_op, name, (B, T), sizes, impl in theirs, shapes.seconds)
+        found.append(op_job(f"{name} op", impl, {"B": B, "T": T, **sizes}, make))
     eager = [f"{ours}, eager"] if device == "cuda" else []
     for name, impl, (B, T) in product(shapes.layers(), [ours, *eager, *theirs], shapes.batches):
         make = partial(_layer, shapes, name, (B, T), impl)
-        sizes = {"B": B, "T": T, "C": shapes.d_model} | ({"M": M} if name == "gsa" else {})
+        sizes = {"B": B, "T": T, "C": shapes.d_model} | (
+            {"M": shapes.num_slots} if name == "gsa" else {}
+        )
         found.append(op_job(f"{name} layer", impl, sizes, make))
     return [excused(job) if "(fla " in job.cells[0].model else job for job in found]
 
 
-def _op(shapes: Shapes, batch: tuple[int, int], is_fla: bool, device: torch.device) -> Timer:
-    """Return what times an op of q, k, v (B, T, H, D) and log gates (B, T, H, M) as a layer's."""
-    (B, T), H, D, M = batch, shapes.num_heads, shapes.head_dim, shapes.num_slots
+def _op(
+    name: str,
+    batch: tuple[int, int],
+    sizes: dict[str, int],
+    is_fla: bool,
+    seconds: float,
+    device: torch.device,
+) -> Timer:
+    """Return what times an op of q, k (B, T, H, K), v (B, T, H, V) and log gates as a layer's."""
+    H, K, V = (sizes[size] for size in "HKV")
     torch.manual_seed(0)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    inputs = {x: torch.randn(B, T, H, D, device=device, dtype=dtype) for x in "qkv"}
-    gates = torch.randn(B, T, H, M, device=device)
-    inputs["g"] = F.logsigmoid(gates) / GSAConfig().damping
-    if not is_fla:
-        return partial(time_op, partial(_output, scale=D**-0.5), inputs, seconds=shapes.seconds)
-    from fla.ops.gsa import chunk_gsa as fla_gsa
-
-    # Its write strengths are an argument, so computing them is not timed.
-    inputs["s"] = -torch.expm1(inputs["g"]).to(inputs["q"].dtype)
-
-    def run(q: Tensor, k: Tensor, v: Tensor, g: Tensor, s: Tensor) -> Tensor:
-        return fla_gsa(q, k, v, s, g, scale=D**-0.5, checkpoint_level=2)[0]
-
-    return partial(time_op, run, inputs, seconds=shapes.seconds)
-
-
-def _output(**inputs: Any) -> Tensor:
-    return chunk_gsa(**inputs).out
+    widths = {"q": K, "k": K, "v": V}
+    inputs = {x: torch.randn(*batch, H, D, device=device, dtype=dtype) for x, D in widths.items()}
+    gates = torch.randn(*batch, H, sizes.get("M", K), device=device)
+    inputs["g"] = F.logsigmoid(gates) / (GSAConfig if name == "gsa" else GLAConfig)().damping
+    op: Callable[..., Any] = chunk_gsa if name == "gsa" else chunk_gla
+    options = {"scale": K**-0.5}
+    if is_fla:
+        op = getattr(importlib.import_module(f"fla.ops.{name}"), f"chunk_{name}")
+    if is_fla and name == "gsa":
+        # Its write strengths are an argument, so computing them is not timed.
+        inputs["s"] = -torch.expm1(inputs["g"]).to(dtype)
+        options["checkpoint_level"] = 2
+    return partial(time_op, lambda **x: op(**x, **options)[0], inputs, seconds=seconds)
 
 
 def _layer(

@@ -1,9 +1,9 @@
 """The positions of a call's chunks, and segments of chunks that are computed in parallel.
 
-A chunk never crosses the border of a sequence. SEGMENT chunks make a segment. First, states are
-computed along each segment, starting from zero. Then a short pass runs along the segments of a
-sequence. A kernel that reads a state adds what came from before its segment. Segments do not depend
-on the batch, so the results do not depend on it either.
+A chunk never crosses the border of a sequence. Chunks of SEGMENT tokens make a segment. First,
+states are computed along each segment, starting from zero. Then a short pass runs along the
+segments of a sequence. A kernel that reads a state adds what came from before its segment. Segments
+do not depend on the batch, so the results do not depend on it either.
 """
 
 from typing import NamedTuple
@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-SEGMENT = 16
-"""Chunks of a segment, which one program goes through."""
+SEGMENT = 2048
+"""Tokens of a segment, through which one program goes."""
 
 
 class Chunks(NamedTuple):
@@ -32,6 +32,11 @@ class Chunks(NamedTuple):
     """Packed only: (NS, 2) int32, the first chunk and the number of chunks of each segment."""
     sequence_table: Tensor | None
     """Packed only: (S, 2) int32, the first segment and the number of segments of each sequence."""
+
+    @property
+    def per_segment(self) -> int:
+        """Chunks of a segment."""
+        return SEGMENT // self.length
 
     @property
     def num_chunks(self) -> int:
@@ -54,15 +59,16 @@ def place_chunks(B: int, T: int, length: int, cu_seqlens: Tensor | None) -> Chun
 
     This never waits for a GPU.
     """
+    per_segment = SEGMENT // length
     if cu_seqlens is None:
         N = -(-T // length)
-        return Chunks(length, N, B, B, -(-N // SEGMENT), None, None, None)
+        return Chunks(length, N, B, B, -(-N // per_segment), None, None, None)
     S = cu_seqlens.shape[0] - 1
     N = T // length + S  # each sequence has at most one chunk that is not full
-    NS = N // SEGMENT + S
+    NS = N // per_segment + S
     borders = cu_seqlens.long()
     num_chunks = (borders.diff() + length - 1) // length
-    num_segments = (num_chunks + SEGMENT - 1) // SEGMENT
+    num_segments = (num_chunks + per_segment - 1) // per_segment
     last_chunks, last_segments = num_chunks.cumsum(0), num_segments.cumsum(0)
 
     chunk = torch.arange(N, device=borders.device)
@@ -71,13 +77,13 @@ def place_chunks(B: int, T: int, length: int, cu_seqlens: Tensor | None) -> Chun
     first = borders[row] + in_row * length
     # Chunks after the last one have no tokens, so their position does not matter.
     tokens = (borders[row + 1] - first).clamp(0, length)
-    of_segment = (last_segments - num_segments)[row] + in_row // SEGMENT
+    of_segment = (last_segments - num_segments)[row] + in_row // per_segment
     chunks = torch.stack([first.clamp(max=T), tokens, of_segment.clamp(max=NS - 1)], 1)
 
     segment = torch.arange(NS, device=borders.device)
     row = torch.searchsorted(last_segments, segment, right=True).clamp(max=S - 1)
-    in_row = (segment - (last_segments - num_segments)[row]) * SEGMENT
-    count = (num_chunks[row] - in_row).clamp(0, SEGMENT)
+    in_row = (segment - (last_segments - num_segments)[row]) * per_segment
+    count = (num_chunks[row] - in_row).clamp(0, per_segment)
     segments = torch.stack([(last_chunks - num_chunks)[row] + in_row, count], 1)
     sequences = torch.stack([last_segments - num_segments, num_segments], 1)
     return Chunks(length, N, 1, S, NS, chunks.int(), segments.int(), sequences.int())

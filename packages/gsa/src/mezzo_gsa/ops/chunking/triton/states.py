@@ -17,7 +17,7 @@ from mezzo_core.ops.ptxas import require_ptxas
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 
-from mezzo_gsa.ops.chunking.chunks import SEGMENT, Chunks
+from mezzo_gsa.ops.chunking.chunks import Chunks
 
 require_ptxas()  # every module that launches matrix products imports this one
 
@@ -220,7 +220,7 @@ def run_states(
         segment_states_kernel, (programs,),
         x, write, decay, chunks.chunk_table, chunks.segment_table, states, last, kept, whole,
         T, chunks.per_row, x.stride(1),
-        H=H, HD=decay.shape[1], M=M, D=D, L=chunks.length, BM=BM, BD=BD, SEGMENT=SEGMENT,
+        H=H, HD=decay.shape[1], M=M, D=D, L=chunks.length, BM=BM, BD=BD, SEGMENT=chunks.per_segment,
         REVERSE=reverse, PRECISION=precision(x.dtype), num_warps=4,
         num_stages=2 if programs > FULL else 3,  # with two stages an SM holds more programs
     )  # fmt: skip

@@ -12,7 +12,7 @@ from mezzo_core.ops.launch import launch
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 
-from mezzo_gsa.ops.chunking.chunks import SEGMENT, Chunks
+from mezzo_gsa.ops.chunking.chunks import Chunks
 from mezzo_gsa.ops.chunking.triton.states import INNER, precision, run_states
 from mezzo_gsa.ops.gla.triton.gate import gate_kernel
 from mezzo_gsa.ops.gla.triton.keys import keys_bwd_kernel
@@ -68,7 +68,7 @@ def run_parts(
         gate_kernel, (chunks.num_chunks * H, ceil_div(K, BK)),
         x.g, x.k, chunks.chunk_table, running, write, decay,
         T, chunks.per_row, x.g.stride(1), x.k.stride(1),
-        H=H, K=K, KG=KG, L=chunks.length, BK=BK, SEGMENT=SEGMENT, num_warps=4,
+        H=H, K=K, KG=KG, L=chunks.length, BK=BK, SEGMENT=chunks.per_segment, num_warps=4,
     )  # fmt: skip
     if initial is not None:
         initial = initial.contiguous()
@@ -123,7 +123,8 @@ def run_gradients(
     launch(
         scores_bwd_kernel, (chunks.num_chunks * HQ,),
         do, x.v, parts.running, chunks.chunk_table, dscores, own, T, N, x.v.stride(1), scale,
-        L=chunks.length, SEGMENT=SEGMENT, PRECISION=precision(do.dtype), num_warps=4, **sizes,
+        L=chunks.length, SEGMENT=chunks.per_segment, PRECISION=precision(do.dtype), num_warps=4,
+        **sizes,
     )  # fmt: skip
     BK = _pair_tile(x)
     launch(
@@ -160,7 +161,7 @@ def _read(
         x, scores, weights, *states, chunks.chunk_table, y,
         x.shape[1], chunks.per_row, x.stride(1),
         HX=x.shape[2], HW=weights.shape[2], HS=num_state_heads, HQ=HQ, K=K, V=V,
-        L=chunks.length, BK=_tile(weights), BV=BV, SEGMENT=SEGMENT,
+        L=chunks.length, BK=_tile(weights), BV=BV, SEGMENT=chunks.per_segment,
         PRECISION=precision(x.dtype), REVERSE=reverse, num_warps=4, num_stages=2,
     )  # fmt: skip
 
@@ -178,7 +179,7 @@ def _pair_tile(x: Inputs) -> int:
 def _pairs(x: Inputs, chunks: Chunks) -> dict[str, Any]:
     return {
         "L": chunks.length,
-        "SEGMENT": SEGMENT,
+        "SEGMENT": chunks.per_segment,
         "LEVELS": chunks.length.bit_length() - 2,  # how often half a chunk can be halved
         "MILD": MILD[x.q.dtype],
         "INNER": INNER[x.q.dtype],

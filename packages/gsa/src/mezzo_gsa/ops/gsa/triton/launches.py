@@ -17,7 +17,6 @@ from mezzo_core.ops.sizes import ceil_div
 from torch import Tensor
 
 from mezzo_gsa.ops.chunking.by_token import by_token, token_stride
-from mezzo_gsa.ops.chunking.chunks import SEGMENT
 from mezzo_gsa.ops.chunking.triton.states import INNER, padded, precision, run_states
 from mezzo_gsa.ops.gsa.request import Inputs, Memory, Request, Saved, gate_tiles
 from mezzo_gsa.ops.gsa.triton.gate import gate_kernel
@@ -65,8 +64,8 @@ def run_memory(r: Request, *, for_backward: bool) -> tuple[Memory, Tensor, Tenso
         gate_kernel, (chunks.num_chunks * H, tiles),
         x.g, x.s, chunks.chunk_table, running, strength, write, decay, bands,
         T, chunks.per_row, x.g.stride(1),
-        H=H, M=M, BM=padded(M) // tiles, L=chunks.length, SEGMENT=SEGMENT, DAMPING=r.form.damping,
-        WIDTH=BAND[dtype], num_warps=8,
+        H=H, M=M, BM=padded(M) // tiles, L=chunks.length, SEGMENT=chunks.per_segment,
+        DAMPING=r.form.damping, WIDTH=BAND[dtype], num_warps=8,
     )  # fmt: skip
     k0, v0 = (None if first is None else first.contiguous() for first in (r.k0, r.v0))
     split = chunks.is_split or k0 is not None
@@ -235,7 +234,7 @@ def chunk_settings(r: Request) -> dict[str, Any]:
         "M": M,
         "L": L,
         "BM": padded(M),
-        "SEGMENT": SEGMENT,
+        "SEGMENT": r.chunks.per_segment,
         "PRECISION": precision(r.x.q.dtype),
         "num_warps": 4 if L < 128 and M <= 64 else 8,
     }
