@@ -16,6 +16,7 @@ from mezzo_core.hub.padding import Padding
 from mezzo_core.nn.contract import AbstractSequenceModule
 from mezzo_core.nn.lm import LM
 from mezzo_core.nn.rewinding import Kept, Rewinding
+from mezzo_core.nn.sharded import has_parts
 
 _LEAST_ROOM = 64
 """Tokens for which the first step of a decoding makes room; later the room doubles."""
@@ -30,14 +31,17 @@ class HeldState:
         """Begin `batch` sequences, for which the first step makes room for `length` tokens.
 
         Raises:
-            UserError: if the module's weights are on several devices, or elsewhere until needed.
+            UserError: if the module's weights are on several devices or in several processes, or
+                elsewhere until needed.
         """
         places = {str(weight.device) for weight in module.parameters()}
+        if any(map(has_parts, module.modules())):
+            places.add("those of other processes (FSDP2)")
         if len(places) > 1 or "meta" in places:
             raise UserError(
                 "a cache needs all weights on one device, and they are on "
-                f"{' and '.join(sorted(places))}: load the model without device_map or offload, "
-                "or give use_cache=False"
+                f"{' and '.join(sorted(places))}: load the model without device_map, offload or "
+                "FSDP, or give use_cache=False"
             )
         self.module = module
         self.state = module.init_state(batch)

@@ -25,6 +25,7 @@ from mezzo_core.nn.lm_output import LMOutput as LMOutput
 from mezzo_core.nn.mlp import MLPConfig as MLPConfig
 from mezzo_core.nn.rewinding import Rewinding as Rewinding
 from mezzo_core.nn.sampler import Sampler as Sampler
+from mezzo_core.nn.sharded import whole_weights as whole_weights
 from mezzo_core.nn.stack import BlocksConfig as BlocksConfig
 from mezzo_core.nn.stack import Stack as Stack
 from mezzo_core.nn.state_file import load_state as load_state

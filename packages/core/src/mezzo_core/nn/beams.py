@@ -10,6 +10,7 @@ from mezzo_core.nn.generate import evaluation
 from mezzo_core.nn.generate_arguments import check_count, check_memory, check_prompts, check_stops
 from mezzo_core.nn.lm import LM
 from mezzo_core.nn.prompts import read_prompts
+from mezzo_core.nn.sharded import check_whole
 
 
 class Beam(NamedTuple):
@@ -40,7 +41,8 @@ def beam_search(
     are not divided by lengths.
 
     Args:
-        model: the model; the search runs on its device and in its dtype.
+        model: the model; the search runs on its device and in its dtype. FSDP2 must not
+            have sharded it.
         prompts: token ids, at least one for each prompt.
         num_beams: how many continuations of each prompt are followed, and returned.
         max_new_tokens: the most tokens to add.
@@ -50,6 +52,7 @@ def beam_search(
         ValueError: if an argument is out of range, the beams need more memory than is free, or the
             model's logits are NaN.
     """
+    check_whole(model)
     check_prompts(prompts, model.vocab_size)
     check_count("num_beams", num_beams)
     check_count("max_new_tokens", max_new_tokens)

@@ -18,6 +18,7 @@ from mezzo_core.files import read_json
 from mezzo_core.libraries import first_line, import_library
 from mezzo_core.nn.lm import LM, LMConfig
 from mezzo_core.nn.on_meta import build_on_meta
+from mezzo_core.nn.sharded import check_whole
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -43,20 +44,23 @@ def save_model(
         config: the configuration that builds the model.
         folder: where to save it; created if needed, with its parents.
         extra: JSON values to store beside the configuration (a tokenizer's name, the step).
-        weights: the full `state_dict`, if the model's own is sharded over processes.
+        weights: the full `state_dict` (`whole_weights`), if the model is sharded over processes.
 
     Raises:
         UserError: if `folder` holds other files than a model's, holds a model that another program
             wrote, or cannot be written; if the weights are not those of the configuration, so that
             `load_model` would refuse them; or if safetensors is not installed.
         TypeError: if `extra` holds values that JSON does not have.
-        ValueError: if `extra` holds NaN or infinity.
+        ValueError: if `extra` holds NaN or infinity, or the model is sharded and `weights` is not
+            given.
     """
     library = import_library("safetensors.torch", "train")
     folder = Path(folder).resolve()
     described: dict[str, Any] = {"config": to_json(config), "extra": extra or {}}
     json.dumps(described, allow_nan=False)  # fails before any work if it cannot be stored
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper renames all weights
+    if weights is None:
+        check_whole(model)
     source = model.state_dict() if weights is None else weights
     aliases = _aliases(model)
     stored = {

@@ -32,6 +32,7 @@ from mezzo_core.nn.lm import LM
 from mezzo_core.nn.prompts import read_prompts
 from mezzo_core.nn.rewinding import Kept, Rewinding
 from mezzo_core.nn.sampler import Generators, LogitRules, Sampler, row_generators
+from mezzo_core.nn.sharded import check_whole
 from mezzo_core.nn.turns import Turns
 
 
@@ -60,7 +61,8 @@ def generate(
     The prompts run as one batch. They may differ in length: padding does not influence the results.
 
     Args:
-        model: the model; generation runs on its device and in its dtype.
+        model: the model; generation runs on its device and in its dtype. FSDP2 must not
+            have sharded it.
         prompts: token ids, at least one for each prompt.
         max_new_tokens: the most tokens to add to each prompt, at least 1.
         temperature: 0 takes the most likely token. Otherwise the logits are divided by it and a
@@ -135,6 +137,7 @@ def stream(
     several until the last one does; then its earlier mode is restored.
     """
     sampler = Sampler(temperature, top_k, top_p)
+    check_whole(model)
     check_prompts(prompts, model.vocab_size)
     check_count("max_new_tokens", max_new_tokens)
     check_count("num_samples", num_samples)

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from mezzo_core.memory import available_memory
 from mezzo_core.nn.lm import LM
+from mezzo_core.nn.sharded import check_whole
 
 FLOAT = torch.finfo(torch.float32)
 """Logits are computed in it."""
@@ -124,6 +125,7 @@ def check_assistant(
     """Check an assistant, and that nothing else is asked for that it cannot do."""
     if not isinstance(assistant, LM):
         raise ValueError(f"assistant must be an LM, got {type(assistant).__name__}")
+    check_whole(assistant)
     if assistant.vocab_size != model.vocab_size:
         raise ValueError(
             f"assistant must have the vocabulary of the model, {model.vocab_size} tokens, "

@@ -18,6 +18,7 @@ from mezzo_core.nn.lm_output import LMOutput, Score
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.nn.norm import RMSNorm
 from mezzo_core.nn.rewinding import Rewinding
+from mezzo_core.nn.sharded import entry
 from mezzo_core.nn.stack import BlocksConfig
 from mezzo_core.nn.state import Rows
 from mezzo_core.ops.checks import check_size, is_read
@@ -227,6 +228,7 @@ class LM(nn.Module):
             raise TypeError("states of this model cannot go back: take those of model.rewinding(R)")
         return self.stack.rollback(state, n)
 
+    @entry
     def loss(
         self,
         tokens: Tensor,
@@ -258,6 +260,7 @@ class LM(nn.Module):
         # Not torch's own mean: it is NaN for a batch in which no target counts.
         return score.loss / score.targets.clamp(min=1)
 
+    @entry
     def score(
         self,
         tokens: Tensor,

@@ -138,7 +138,7 @@ def build_model(
     if sharded:
         # A process that waits for a state must have gathered all that the others gather meanwhile.
         parts = model.stack.stages() if world.context > 1 else model.units()
-        shard(model, parts, world, entries=("loss", "score"))
+        shard(model, parts, world)
     else:
         model.to(world.device)
     # Compiling the bound method gives one graph of the blocks, the head and the cross entropy. In a

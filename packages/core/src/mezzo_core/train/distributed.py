@@ -22,6 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError
 from mezzo_core.libraries import first_line
+from mezzo_core.nn.sharded import has_parts
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -218,9 +219,7 @@ def join_world(device: str | torch.device | None = None, context: int = 1) -> It
             time.sleep(_GLOO_SECONDS if chosen.type == "cpu" else 0)
 
 
-def shard(
-    model: nn.Module, units: Sequence[nn.Module], world: World, entries: Sequence[str] = ()
-) -> None:
+def shard(model: nn.Module, units: Sequence[nn.Module], world: World) -> None:
     """Shard `model` over the processes, in place (FSDP2).
 
     A unit's weights are gathered for its forward and its backward, and freed after each; the
@@ -232,12 +231,11 @@ def shard(
         model: the model, with the same weights in every process.
         units: modules of the model that are sharded one at a time, as its `units()` returns them.
         world: the processes.
-        entries: names of the model's methods, besides `forward`, that the caller will use.
     """
     if world.size == 1:
         return
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+    from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(world.device.type, (world.size,))
     for part in (*units, model):
@@ -245,8 +243,6 @@ def shard(
         # and divided afterwards.
         sum_and_divide = world.device.type == "cpu"
         fully_shard(part, mesh=mesh).set_force_sum_reduction_for_comms(sum_and_divide)
-    for entry in entries:
-        register_fsdp_forward_method(model, entry)
 
 
 def is_part(value: Tensor) -> "TypeGuard[DTensor]":
@@ -256,15 +252,6 @@ def is_part(value: Tensor) -> "TypeGuard[DTensor]":
     from torch.distributed.tensor import DTensor
 
     return isinstance(value, DTensor)
-
-
-def has_parts(model: nn.Module) -> bool:
-    """Tell whether the processes each hold a part of the model: whether `shard` sharded it."""
-    if not dist.is_initialized():
-        return False
-    from torch.distributed.fsdp import FSDPModule
-
-    return isinstance(model, FSDPModule)
 
 
 def backward(loss: Tensor, model: nn.Module, world: World, *, is_last: bool) -> None:

@@ -22,6 +22,7 @@ from mezzo_core.errors import FailedRunError, UserError
 from mezzo_core.eval.evaluate import Evaluation, evaluate
 from mezzo_core.nn.checkpoint import save_model
 from mezzo_core.nn.lm import LM
+from mezzo_core.nn.sharded import has_parts, whole_weights
 from mezzo_core.train.build import (
     LossFunction,
     begin_data,
@@ -34,7 +35,7 @@ from mezzo_core.train.build import (
 from mezzo_core.train.checkpoint import Checkpoints
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.context import own_parts, part_borders
-from mezzo_core.train.distributed import World, backward, has_parts, is_part, join_world
+from mezzo_core.train.distributed import World, backward, is_part, join_world
 from mezzo_core.train.folder import check_corpus, check_folder, claim_folder, hold_folder, in_words
 from mezzo_core.train.log import RunLog
 from mezzo_core.train.meter import Meter, StepRow
@@ -306,12 +307,7 @@ def _evaluate(run: _Run, step: int) -> Evaluation:
 def _save_model(run: _Run, step: int) -> None:
     """Write the trained model, whole, for `load_model`."""
     config, folder = run.config, run.out / "model"
-    weights: dict[str, Any] | None = None
-    if has_parts(run.model):
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(run.model, options=options)
+    weights = whole_weights(run.model) if has_parts(run.model) else None
     data = config.data
     extra: dict[str, Any] = {"name": config.name, "step": step, "seq_len": config.seq_len}
     if isinstance(data, TextConfig) and run.data.tokenizer is not None:
