@@ -12,7 +12,7 @@ from mezzo_core.errors import UserError
 from mezzo_core.hub import MezzoCache, MezzoConfig, MezzoForCausalLM
 from mezzo_core.hub.replace import replace_attention
 from mezzo_core.nn import AttentionConfig, LMConfig, generate
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch._dynamo.testing import CompileCounter
 from toys.retrieval import RetrievalConfig
 from transformers import (
@@ -147,6 +147,17 @@ def test_an_adapter_of_a_head_that_shares_the_embeddings_weight_is_loaded(model,
     torch.testing.assert_close(logits, adapted.double()(TOKENS).logits)
     lm = loaded.base_model.model.lm
     assert lm.head.weight is lm.embed.weight
+
+
+def test_a_prompt_of_embeddings_is_learned(model):
+    sizes = {"num_layers": 2, "num_attention_heads": 2, "token_dim": 16}
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, **sizes)
+    tuned = get_peft_model(model, config)
+    tuned(input_ids=TOKENS, attention_mask=torch.ones_like(TOKENS), labels=TOKENS).loss.backward()
+    learned = [weight for weight in tuned.parameters() if weight.grad is not None]
+    assert [weight.shape for weight in learned] == [(3, 16)]
+    assert learned[0].grad.abs().amax(-1).gt(0).all()
+    assert tuned.generate(input_ids=TOKENS, max_new_tokens=4).shape == (8, 24)
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
@@ -288,7 +299,8 @@ def test_a_larger_vocabulary_is_saved_and_read(model, tmp_path):
         ({"attention_mask": torch.ones(8, 4)}, r"attention_mask must be \(8, S\)"),
         ({"attention_mask": torch.ones(8, 1, 20, 20)}, "attention_mask must be"),
         ({"past_key_values": DynamicCache()}, "cache must be a MezzoCache.*got DynamicCache"),
-        ({"inputs_embeds": torch.ones(8, 20, 16)}, "does not take inputs_embeds"),
+        ({"inputs_embeds": torch.ones(8, 20, 16)}, "give one of input_ids and inputs_embeds"),
+        ({"position_ids": torch.arange(1, 21)[None]}, "position_ids must count the real tokens"),
         ({"labels": TOKENS.float()}, r"labels must be int64 of shape \(8, 20\), got torch.float32"),
         ({"labels": TOKENS[:, 1:]}, r"labels must be int64 .* of shape \(8, 19\)"),
         ({"output_hidden_states": True}, "does not take output_hidden_states"),
@@ -297,6 +309,52 @@ def test_a_larger_vocabulary_is_saved_and_read(model, tmp_path):
 def test_what_it_does_not_take_is_one_line(model, given, words):
     with pytest.raises(UserError, match=words):
         model(TOKENS, **given)
+
+
+def test_embeddings_take_the_place_of_tokens(model):
+    tokens, mask = torch.tensor([[1, 2, 3, 4], [9, 9, 5, 6]]), torch.ones(2, 4)
+    mask[1, :2] = 0
+    with torch.no_grad():
+        embedded = model.get_input_embeddings()(tokens)
+        wanted = model(tokens, attention_mask=mask, labels=tokens)
+        found = model(inputs_embeds=embedded, attention_mask=mask, labels=tokens)
+    assert torch.equal(found.loss, wanted.loss)
+    torch.testing.assert_close(found.logits[mask.bool()], wanted.logits[mask.bool()])
+    wanted = model.generate(tokens, attention_mask=mask, max_new_tokens=5, do_sample=False)
+    found = model.generate(
+        inputs_embeds=embedded, attention_mask=mask, max_new_tokens=5, do_sample=False
+    )
+    assert torch.equal(found, wanted[:, 4:])
+    prompt = torch.randn(1, 3, 16, requires_grad=True)  # as prompt tuning learns it
+    model(inputs_embeds=prompt, labels=tokens[:1, :3]).loss.backward()
+    assert prompt.grad.abs().amax(-1).gt(0).tolist() == [[True, True, False]]
+
+
+@pytest.mark.parametrize("given", [{}, {"inputs_embeds": torch.ones(2, 4, 15)}])
+def test_without_tokens_it_says_what_it_takes(model, given):
+    with pytest.raises(ValueError, match=r"give one of input_ids|or embedded, \(B, T, 16\)"):
+        model(**given)
+
+
+def test_places_may_be_told_where_they_are_those_of_the_real_tokens(model):
+    mask = torch.ones(8, 20, dtype=torch.int64)
+    mask[0, :3] = mask[1, 18:] = 0
+    places = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    wanted = model(TOKENS, attention_mask=mask).logits[mask.bool()]
+    told = partial(model, TOKENS, attention_mask=mask)
+    torch.testing.assert_close(told(position_ids=places).logits[mask.bool()], wanted)
+    with pytest.raises(UserError, match="position_ids must count the real tokens"):
+        told(position_ids=torch.arange(20)[None])
+    cache = MezzoCache(model.lm, 8)
+    model(TOKENS[:, :7], attention_mask=mask[:, :7], past_key_values=cache)
+    model(
+        TOKENS[:, 7:12], attention_mask=mask[:, :12], past_key_values=cache,
+        position_ids=places[:, 7:12],
+    )  # fmt: skip
+    on = torch.arange(12, 14)[None]
+    model(TOKENS[:, 12:14], past_key_values=cache, position_ids=on)
+    with pytest.raises(UserError, match="or on from the cache"):
+        model(TOKENS[:, 14:16], past_key_values=cache, position_ids=on)
 
 
 def test_a_cache_of_another_model_is_refused(model):

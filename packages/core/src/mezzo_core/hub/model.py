@@ -71,7 +71,7 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cache: MezzoCache | None = None,
         past_key_values: MezzoCache | None = None,
@@ -79,6 +79,7 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
+        inputs_embeds: Tensor | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast:
         """Predict the next token at every position.
@@ -97,25 +98,30 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
                 is a tensor; 0 for all.
             num_items_in_batch: what to divide the sum of the losses by; by default, how many labels
                 count.
-            others: arguments of other models, which may only be None or False.
+            inputs_embeds: (B, T, C), in place of `input_ids`.
+            others: arguments of other models, which may only be None or False. `position_ids` may
+                be the places that real tokens have here.
 
         Returns:
             `loss`, a float32 scalar in nats if there are labels; `logits` (B, T, vocab); the cache.
 
         Raises:
-            UserError: if the mask has no column for each token, the labels are not those of
-                `input_ids`, the cache is another model's, or an argument is not supported.
+            UserError: if not one of `input_ids` and `inputs_embeds` is given, the mask has no
+                column for each token, the labels are not those of the tokens, the cache is another
+                model's, or an argument is not supported.
         """
-        _refuse(others)
+        tokens = _tokens(input_ids, inputs_embeds)
         keeps_places = isinstance(logits_to_keep, Tensor)
         count = 0 if keeps_places else operator.index(logits_to_keep)
         cache = self._given_cache(cache, past_key_values)
         if use_cache and cache is None:
-            cache = MezzoCache(self.lm, len(input_ids))
-        input_ids = input_ids.long() if input_ids.dtype == torch.int32 else input_ids
-        padding = _padding(input_ids, attention_mask)
+            cache = MezzoCache(self.lm, len(tokens))
+        padding = _padding(tokens, attention_mask)
+        past = 0 if cache is None else cache.get_seq_length()
+        _check_places(others.pop("position_ids", None), tokens, attention_mask, past)
+        _refuse(others)
         # The token of padding may be none of the model's.
-        tokens = input_ids if padding is None else padding.to_end(input_ids)
+        tokens = tokens if padding is None else padding.to_end(tokens)
         if cache is None:
             # What follows a token does not change its logits, so padding needs no lengths here.
             logits = self.lm(tokens).logits
@@ -234,8 +240,34 @@ def _run_checkpointed(
     return by(partial(forward, **options), *arguments)
 
 
-def _padding(input_ids: Tensor, attention_mask: Tensor | None) -> Padding | None:
-    B, T = input_ids.shape
+def _tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+    """Return the one that is given, as an `LM` takes it."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise UserError("give one of input_ids and inputs_embeds")
+    given: Any = inputs_embeds if input_ids is None else input_ids
+    return given.long() if given.dtype == torch.int32 else given
+
+
+def _check_places(
+    position_ids: Tensor | None, tokens: Tensor, attention_mask: Tensor | None, past: int
+) -> None:
+    """Refuse other places than those of `Padding`, which count real tokens."""
+    if position_ids is None:
+        return
+    if attention_mask is None:
+        attention_mask = tokens.new_ones(tokens.shape[:2], dtype=torch.int64)
+    (B, T), S = tokens.shape[:2], attention_mask.shape[1]
+    real = attention_mask[:, S - T :].bool()
+    wanted = attention_mask.bool().cumsum(1)[:, S - T :] - 1 + max(past + T - S, 0)
+    if tuple(position_ids.shape) not in {(1, T), (B, T)} or ((position_ids != wanted) & real).any():
+        raise UserError(
+            "position_ids must count the real tokens of each row from 0, or on from the cache, as "
+            "MezzoForCausalLM does without them"
+        )
+
+
+def _padding(tokens: Tensor, attention_mask: Tensor | None) -> Padding | None:
+    B, T = tokens.shape[:2]
     if attention_mask is None:
         return None
     shape = tuple(attention_mask.shape)

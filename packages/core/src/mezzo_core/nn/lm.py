@@ -136,7 +136,8 @@ class LM(nn.Module):
         """Predict the next token at every position.
 
         Args:
-            tokens: (B, T) int64, each in [0, vocab), which is checked on a CPU only.
+            tokens: (B, T) int64, each in [0, vocab), which is checked on a CPU only; or (B, T, C),
+                what takes the place of their embeddings, here as in all methods.
             state: where the tokens continue from (`init_state`, or the state of an earlier call);
                 None keeps no state.
             cu_seqlens: (S + 1,) borders of sequences packed in one row; see `AbstractStack`.
@@ -151,10 +152,9 @@ class LM(nn.Module):
             ValueError: if an argument has another shape or dtype, or a token is beyond the
                 vocabulary; the message names it.
         """
-        self._check(tokens)
+        x = self._embedded(tokens)
         if last_only and tokens.shape[1] == 0:
             raise ValueError("last_only takes the last token of each row, got tokens with T = 0")
-        x = self.embed(tokens)
         if last_only and state is not None and cu_seqlens is None:
             x, state = self.stack.prefill(x, state, lengths=lengths)
         else:
@@ -187,10 +187,10 @@ class LM(nn.Module):
                 "step overwrites the state, so it has no gradients: "
                 "call it under torch.inference_mode() or torch.no_grad()"
             )
-        self._check(tokens)
-        if tokens.shape[1] != 1:
+        x = self._embedded(tokens)
+        if x.shape[1] != 1:
             raise ValueError(f"tokens must be (B, 1), got {tuple(tokens.shape)}")
-        x = self.stack.step(self.embed(tokens), state)
+        x = self.stack.step(x, state)
         return self.head(self.norm(x))
 
     def before_step(self, state: Any, run: Run = run_eagerly) -> None:
@@ -218,9 +218,8 @@ class LM(nn.Module):
 
     def rewinding(self, room: int) -> "LM":
         """Return this model, with these weights, whose states can go back by `room` tokens."""
-        return LM(self.embed, Rewinding(self.stack, room), self.norm, self.head).train(
-            self.training
-        )
+        model = LM(self.embed, Rewinding(self.stack, room), self.norm, self.head)
+        return model.train(self.training)
 
     def rollback(self, state: Any, n: int | Tensor) -> Any:
         """Return the state without the last n tokens of each row; see `Rewinding.rollback`."""
@@ -294,14 +293,12 @@ class LM(nn.Module):
         lengths: Tensor | None = None,
         places: Tensor | None = None,
     ) -> Score:
-        self._check(tokens)
+        x = self._embedded(tokens)
         _check_tensor("targets", targets)
-        if targets.shape != tokens.shape:
-            raise ValueError(
-                f"targets must have the shape of tokens, {tuple(tokens.shape)}, "
-                f"got {tuple(targets.shape)}"
-            )
-        x, state = self.stack(self.embed(tokens), state, cu_seqlens=cu_seqlens, lengths=lengths)
+        shape, got = tuple(x.shape[:2]), tuple(targets.shape)
+        if got != shape:
+            raise ValueError(f"targets must have the shape of tokens, {shape}, got {got}")
+        x, state = self.stack(x, state, cu_seqlens=cu_seqlens, lengths=lengths)
         if lengths is not None:
             is_padding = torch.arange(tokens.shape[1], device=tokens.device) >= lengths[:, None]
             targets = targets.masked_fill(is_padding, NO_TARGET)
@@ -321,12 +318,14 @@ class LM(nn.Module):
             loss, hits = cross_entropy(self.head(x), targets)
         return Score(loss, (targets != NO_TARGET).sum(), hits, state)
 
-    def _check(self, tokens: Tensor) -> None:
+    def _embedded(self, tokens: Tensor) -> Tensor:
         _check_tensor("tokens", tokens)
+        if tokens.is_floating_point() and tokens.shape[2:] == (self.stack.d_model,):
+            return tokens
         if tokens.ndim != 2 or tokens.dtype != torch.int64:
             raise ValueError(
-                f"tokens must be int64 of shape (B, T), got {tokens.dtype} "
-                f"of shape {tuple(tokens.shape)}"
+                f"tokens must be int64 of shape (B, T), or embedded, (B, T, {self.stack.d_model}), "
+                f"got {tokens.dtype} of shape {tuple(tokens.shape)}"
             )
         if is_read(tokens) and tokens.numel() > 0:
             low, high = (int(end) for end in tokens.aminmax())
@@ -334,6 +333,7 @@ class LM(nn.Module):
                 raise ValueError(
                     f"tokens must be in [0, {self.vocab_size}), got {low if low < 0 else high}"
                 )
+        return self.embed(tokens)
 
     def init_state(self, batch: int) -> Any:
         """Return the state of `batch` sequences before their first token."""
