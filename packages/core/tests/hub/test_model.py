@@ -303,7 +303,7 @@ def test_a_larger_vocabulary_is_saved_and_read(model, tmp_path):
         ({"position_ids": torch.arange(1, 21)[None]}, "position_ids must count the real tokens"),
         ({"labels": TOKENS.float()}, r"labels must be int64 of shape \(8, 20\), got torch.float32"),
         ({"labels": TOKENS[:, 1:]}, r"labels must be int64 .* of shape \(8, 19\)"),
-        ({"output_hidden_states": True}, "does not take output_hidden_states"),
+        ({"output_attentions": True}, "does not take output_attentions"),
     ],
 )
 def test_what_it_does_not_take_is_one_line(model, given, words):
@@ -328,6 +328,41 @@ def test_embeddings_take_the_place_of_tokens(model):
     prompt = torch.randn(1, 3, 16, requires_grad=True)  # as prompt tuning learns it
     model(inputs_embeds=prompt, labels=tokens[:1, :3]).loss.backward()
     assert prompt.grad.abs().amax(-1).gt(0).tolist() == [[True, True, False]]
+
+
+def test_hidden_states_are_what_blocks_and_head_take(model):
+    lm, tokens, mask = model.lm, TOKENS[:2, :6].clone(), torch.ones(2, 6)
+    tokens[1, :2], mask[1, :2] = 9, 0
+    with torch.no_grad():
+        found = model(tokens, attention_mask=mask, output_hidden_states=True).hidden_states
+        wanted = [lm.embed(TOKENS[:1, :6])]
+        for block in lm.stack.blocks:
+            wanted.append(block(wanted[-1])[0])
+        wanted[-1] = lm.norm(wanted[-1])
+        torch.testing.assert_close([each[:1] for each in found], wanted)
+        alone = model(tokens[1:, 2:], output_hidden_states=True).hidden_states
+        torch.testing.assert_close([each[1:, 2:] for each in found], list(alone))
+    assert model(tokens).hidden_states is None
+    model.config.output_hidden_states = True
+    assert len(model(tokens).hidden_states) == 3
+
+
+def test_generate_gives_the_hidden_states_of_every_step(model):
+    made = model.generate(
+        TOKENS[:2, :6], max_new_tokens=4, output_hidden_states=True, return_dict_in_generate=True
+    )
+    whole = model(made.sequences[:, :-1], output_hidden_states=True).hidden_states
+    steps = [torch.cat(parts, 1) for parts in zip(*made.hidden_states, strict=True)]
+    torch.testing.assert_close(steps, list(whole))
+
+
+def test_hidden_states_that_are_not_there_are_refused(model, monkeypatch):
+    with pytest.raises(UserError, match="needs a cache that takes no tokens back"):
+        model(TOKENS, past_key_values=MezzoCache(model.lm, 8, 3), output_hidden_states=True)
+    monkeypatch.setattr(MezzoConfig, "allowed_packages", ("toys",))
+    other = built(LMConfig(17, 16, stack=RetrievalConfig()))
+    with pytest.raises(UserError, match="blocks run one after another, got RetrievalStack"):
+        other(TOKENS, output_hidden_states=True)
 
 
 @pytest.mark.parametrize("given", [{}, {"inputs_embeds": torch.ones(2, 4, 15)}])

@@ -1,7 +1,8 @@
 """A language model of mezzo as a model of transformers."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -80,6 +81,7 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
         inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool | None = None,
         **others: Any,
     ) -> CausalLMOutputWithPast:
         """Predict the next token at every position.
@@ -99,11 +101,14 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
             num_items_in_batch: what to divide the sum of the losses by; by default, how many labels
                 count.
             inputs_embeds: (B, T, C), in place of `input_ids`.
+            output_hidden_states: whether to return what each block takes, and what the head takes,
+                of models whose blocks run one after another; by default, as the configuration says.
             others: arguments of other models, which may only be None or False. `position_ids` may
                 be the places that real tokens have here.
 
         Returns:
-            `loss`, a float32 scalar in nats if there are labels; `logits` (B, T, vocab); the cache.
+            `loss`, a float32 scalar in nats if there are labels; `logits` (B, T, vocab); the cache;
+            `hidden_states`, depth + 1 tensors (B, T, C).
 
         Raises:
             UserError: if not one of `input_ids` and `inputs_embeds` is given, the mask has no
@@ -122,22 +127,32 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
         _refuse(others)
         # The token of padding may be none of the model's.
         tokens = tokens if padding is None else padding.to_end(tokens)
-        if cache is None:
-            # What follows a token does not change its logits, so padding needs no lengths here.
-            logits = self.lm(tokens).logits
-        else:
-            if cache.is_croppable:  # assisted decoding wants the logits of what it may take back
-                cache.allow_rollback(count)
-            last_only = count == 1 and labels is None
-            logits = cache.held.read_on(tokens, padding, last_only=last_only)
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        hidden: list[Tensor] | None
+        with _recording(self.lm, cache) if output_hidden_states else nullcontext() as hidden:
+            if cache is None:
+                # What follows a token does not change its logits, so padding needs no lengths here.
+                logits = self.lm(tokens).logits
+            elif hidden is not None:
+                logits = cache.held.read(tokens, padding)
+            else:
+                if cache.is_croppable:  # assisted decoding wants logits of what it may take back
+                    cache.allow_rollback(count)
+                last_only = count == 1 and labels is None
+                logits = cache.held.read_on(tokens, padding, last_only=last_only)
         loss = None
         if labels is not None:
             loss = _loss(logits, labels, padding, num_items_in_batch)
         if padding is not None and logits.shape[1] == tokens.shape[1]:
             logits = padding.in_place(logits)
+            hidden = hidden and [padding.in_place(each) for each in hidden]
         logits = logits[:, logits_to_keep if keeps_places else slice(-count, None)]
         kept = None if use_cache is False else cache
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: kept})
+        states = None if hidden is None else tuple(hidden)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, hidden_states=states, **{CACHE: kept}
+        )
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the embedding."""
@@ -231,6 +246,29 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
                 unit.__dict__["forward"] = partial(
                     _run_checkpointed, gradient_checkpointing_func, unit.forward
                 )
+
+
+@contextmanager
+def _recording(lm: LM, cache: MezzoCache | None) -> Iterator[list[Tensor]]:
+    """Note what each block of the model takes meanwhile, and at last what the head takes."""
+    blocks = lm.stack.stages()
+    if lm.stack in blocks:
+        raise UserError(
+            "output_hidden_states is for models whose blocks run one after another, "
+            f"got {type(lm.stack).__name__}"
+        )
+    if cache is not None and cache.is_croppable:
+        raise UserError("output_hidden_states needs a cache that takes no tokens back")
+    seen: list[Tensor] = []
+    hooks = [
+        block.register_forward_pre_hook(lambda _, given: seen.append(given[0])) for block in blocks
+    ]
+    hooks.append(lm.norm.register_forward_hook(lambda _, given, made: seen.append(made)))
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _run_checkpointed(
