@@ -92,6 +92,22 @@ def test_one_pair_the_other_way_is_enough_to_differ_and_is_named():
     assert outcome(Order(("x", "y")), A_FIRST) is NOT_SETTLED
 
 
+def test_a_model_that_diverged_with_every_seed_comes_last():
+    lost = ("diverged",) * 3
+    for better in ("lower", "higher"):
+        last = measured(better, a=(1, 2, 3), b=lost)
+        first = measured(better, a=lost, b=(1, 2, 3))
+        assert outcome(Order(), last) is AGREES
+        assert Order()(CLAIM, last).summary == "PPL: a before b: as printed (b diverged)"
+        assert outcome(Order(), first) is DIFFERS
+        assert "the other way (a diverged)" in Order()(CLAIM, first).summary
+    assert outcome(Order(), measured(a=(1,), b=("diverged",))) is NOT_SETTLED
+    for a, b in ((lost, lost), ((1, 2, 3), ("diverged", 2, 3)), ((1, 2, 3), ("OOM",) * 3)):
+        assert Order()(CLAIM, measured(a=a, b=b)).summary == "no two of them have numbers"
+    over = Order((Of("a", over=Of("b")), "b"))
+    assert outcome(over, measured(a=lost, b=(1, 2, 3))) is NOT_SETTLED
+
+
 def test_an_order_is_judged_in_every_group_and_column_unless_some_are_named():
     both = joined(measured(group="g", a=(1, 1), b=(2, 2)), measured(group="h", a=(2, 2), b=(1, 1)))
     assert outcome(Order(), both) is DIFFERS

@@ -19,9 +19,9 @@ from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.reproduction import Cell, Header, Result, origin, training
+from mezzo_core.reproduction.result_file import DIVERGED
 from mezzo_core.reproduction.runner import Job, run
 from mezzo_core.reproduction.training import (
-    DIVERGED,
     Tuning,
     loss_by_length,
     measure_run,

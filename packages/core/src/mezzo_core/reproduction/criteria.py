@@ -31,14 +31,11 @@ from mezzo_core.reproduction.outcomes import (
     is_settled,
 )
 from mezzo_core.reproduction.published import Claim, Table, Value
+from mezzo_core.reproduction.result_file import DIVERGED
 
 SHOWN = 4
 """How many comparisons a sentence names."""
-
-
 OF_PAIRS = {AGREES: "as printed", DIFFERS: "the other way", NOT_SETTLED: "not settled"}
-
-
 Criterion = Callable[[Table | Claim, Measurement], Judgement]
 
 
@@ -65,11 +62,16 @@ class Of:
         found = ours.by_seed(self.model, self.column or column, group, self.detail)
         if other := self.over or self.minus:
             second = other.numbers(ours, column, group)
-            both = found.keys() & second.keys()
-            found = {
-                s: found[s] / second[s] if self.over else found[s] - second[s] for s in sorted(both)
-            }
+            both = sorted(found.keys() & second.keys())
+            found = {s: found[s] / second[s] if self.over else found[s] - second[s] for s in both}
         return found
+
+    def ranks(self, ours: Measurement, column: str, group: str, worst: float) -> dict[int, float]:
+        """Return the numbers by seed; each is the worst if the model diverged with every seed."""
+        cell = ours.cell(self.model, self.column or column, group)
+        if {entry.value for entry in cell} == {DIVERGED} and self == Of(self.model, self.column):
+            return {entry.seed: worst for entry in cell}
+        return self.numbers(ours, column, group)
 
     def __str__(self) -> str:
         name = " ".join(filter(None, (self.detail and f"{self.detail} of", self.model)))
@@ -89,8 +91,9 @@ def named(model: str | Of) -> Of:
 class Order:
     """The models stand in this order, best first, in every measured column.
 
-    Without models the order is the printed one: a claim's ordering, or that of each column of a
-    table that we measured too, where neighbours with equal printed numbers are not compared.
+    Models that diverged with every seed come last. Without models the order is the printed one: a
+    claim's ordering, or that of each column of a table that we measured too, where neighbours with
+    equal printed numbers are not compared.
     """
 
     models: tuple[str | Of, ...] = ()  # those without numbers are skipped
@@ -304,8 +307,10 @@ class Pair:
     def __str__(self) -> str:
         place = f"{self.place}: " if self.place else ""
         spread = "" if self.spread is None else f", spread {self.spread:.2g}"
-        said = f"{OF_PAIRS[self.outcome]} (gap {self.gap:+.3g}{spread})"
-        return f"{place}{self.better} before {self.worse}: {said}"
+        why = f"gap {self.gap:+.3g}{spread}"
+        if math.isinf(self.gap):
+            why = f"{self.worse if self.gap > 0 else self.better} diverged"
+        return f"{place}{self.better} before {self.worse}: {OF_PAIRS[self.outcome]} ({why})"
 
 
 def compare_order(
@@ -319,13 +324,14 @@ def compare_order(
 ) -> Iterator[Pair]:
     """Compare the neighbours of an order, best first, in one column and group.
 
-    Terms without numbers are skipped. Of `exact` numbers one decides.
+    Terms without numbers are skipped; two that diverged are not compared. Of `exact` one decides.
     """
     sign = 1 if better == "higher" else -1
-    found = [(term, n) for term in terms if (n := term.numbers(ours, column, group))]
+    worst = -sign * math.inf
+    found = [(term, n) for term in terms if (n := term.ranks(ours, column, group, worst))]
     for (first, a), (second, b) in pairwise(found):
         gaps = [sign * (a[seed] - b[seed]) for seed in sorted(a.keys() & b.keys())]
-        if gaps:
+        if gaps and not math.isnan(gaps[0]):
             gap = statistics.fmean(gaps)
             settled = gap != 0 and (exact or is_settled(gaps))
             outcome = NOT_SETTLED if not settled else AGREES if gap > 0 else DIFFERS

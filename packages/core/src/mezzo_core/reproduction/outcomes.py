@@ -57,6 +57,8 @@ def is_settled(gaps: Sequence[float]) -> bool:
     """Tell whether the mean gap differs from zero by a two-sided paired t-test at the 5% level."""
     if len(gaps) < 2:
         return False
+    if math.isinf(gaps[0]):  # one of the two diverged with every seed
+        return True
     error = statistics.stdev(gaps) / math.sqrt(len(gaps))
     critical = T_CRITICAL[min(len(gaps), len(T_CRITICAL) + 1) - 2]
     return abs(statistics.fmean(gaps)) > critical * error

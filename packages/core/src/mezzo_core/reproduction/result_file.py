@@ -22,6 +22,8 @@ from mezzo_core.errors import UserError
 from mezzo_core.files import acquire, is_number, read_json, write_whole
 
 Say = Callable[[str], None]
+DIVERGED = "diverged"
+"""Stands for the result of a training whose loss exploded."""
 FAILED = "failed"
 """Stands for the number of what ended with an error, which the entry says."""
 

@@ -21,7 +21,7 @@ from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.nn.lm import LM
 from mezzo_core.nn.on_meta import on_meta
 from mezzo_core.nn.stack import Stack
-from mezzo_core.reproduction.result_file import Cell, Entry, Result, say
+from mezzo_core.reproduction.result_file import DIVERGED, Cell, Entry, Result, say
 from mezzo_core.reproduction.runner import SPEEDS, Job, run
 from mezzo_core.reproduction.timing import peak_gb, start_afresh
 from mezzo_core.train.config import TrainConfig
@@ -29,7 +29,6 @@ from mezzo_core.train.log import read_rows
 from mezzo_core.train.loop import DivergenceError, train
 from mezzo_core.train.meter import StepRow
 
-DIVERGED = "diverged"  # stands for the result of a training whose loss exploded
 WARMUP = 10
 """Steps left out of the speed: on a GPU, those before the training loop first reads the clock."""
 POINTS = 100  # at most, of a stored curve
