@@ -20,7 +20,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from mezzo_core import __version__
-from mezzo_core.console import show
+from mezzo_core.console import complain, show
 from mezzo_core.errors import UserError, values_of_the_user
 from mezzo_core.generate_command import add_generate
 from mezzo_core.hub_commands import TaskOptions, add_hub_commands, measure_tasks
@@ -64,7 +64,7 @@ class _Commands(TyperGroup):
             from mezzo_core.train.distributed import launched_place
 
             if launched_place().rank == 0:  # of torchrun's processes one speaks
-                show(str(stop), Console(stderr=True))
+                complain(str(stop))
             raise typer.Exit(stop.exit_code) from None
 
 
@@ -126,7 +126,7 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _fail(message: str) -> NoReturn:
-    show(f"error: {' '.join(message.split())}", Console(stderr=True), style="red")
+    complain(f"error: {' '.join(message.split())}", style="red")
     sys.exit(2)
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,16 @@ if TYPE_CHECKING:
 def show(text: str, console: Console | None = None, *, style: str = "") -> None:
     """Print a text, such as one with a path in it, on the console (None: standard output)."""
     (console or Console()).print(Text(printable(text), style), soft_wrap=True)
+
+
+if_read = suppress(OSError, SystemExit)
+"""Who reads along may be gone, such as a terminal; of a closed pipe rich makes an exit."""
+
+
+def complain(text: str, *, style: str = "") -> None:
+    """Print a text on standard error, if somebody reads it."""
+    with if_read:
+        show(text, Console(stderr=True), style=style)
 
 
 def show_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

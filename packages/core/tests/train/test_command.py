@@ -1,5 +1,7 @@
 """The train command: what it says, and the code with which it leaves."""
 
+import errno
+import io
 import json
 import os
 import re
@@ -60,6 +62,30 @@ def test_a_stopped_command_says_where_and_leaves_with_its_code(
     assert str(tmp_path / "run" / "checkpoints" / "step-1") in err
     monkeypatch.undo()
     assert command("--out", tmp_path / "run", "--quiet")[0] == 0
+
+
+@pytest.mark.parametrize("quiet", [(), ("--quiet",)])
+def test_a_closed_terminal_can_be_told_nothing_and_the_code_is_still_its(
+    command, tmp_path, monkeypatch, quiet
+):
+    class Terminal(io.StringIO):
+        is_closed = False
+
+        def isatty(self):
+            return True
+
+        def write(self, text):
+            if self.is_closed:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().write(text)
+
+    def step(self, row):
+        Terminal.is_closed = True
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    monkeypatch.setattr(RunLog, "step", step)
+    monkeypatch.setattr("sys.stderr", Terminal())
+    assert command("--out", tmp_path / "run", *quiet)[0] == 129
 
 
 def test_a_package_s_own_command_says_where_its_training_was_stopped(capsys):

@@ -8,9 +8,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import typer
-from rich.console import Console
 
-from mezzo_core.console import show, show_table, write_continued
+from mezzo_core.console import complain, show, show_table, write_continued
 from mezzo_core.data import StreamDecoder, load_tokenizer
 from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.nn.generate import stream
@@ -45,7 +44,7 @@ def run_demo(paper: Paper, demo: Demo, out: Path | None) -> None:
                 for name in (demo.recipe, demo.attention)
             }
         except StoppedError as stop:
-            show("stopped", Console(stderr=True))
+            complain("stopped")
             raise typer.Exit(stop.exit_code) from None
         _show_sample(folder / demo.recipe / "model")
         _show_losses(found, folder)

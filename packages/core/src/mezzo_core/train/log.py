@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -24,7 +24,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from mezzo_core.console import show
+from mezzo_core.console import if_read, show
 from mezzo_core.errors import UserError, printable
 from mezzo_core.eval.evaluate import Evaluation
 from mezzo_core.files import is_number, parse_json, write_whole
@@ -108,6 +108,7 @@ class RunLog:
                 stack.enter_context(naming(self._path))
                 stack.callback(self._file.close)
             if self._bar is not None:
+                stack.enter_context(if_read)
                 stack.callback(self._bar.stop)
 
     def note(self, text: str) -> None:
@@ -176,8 +177,7 @@ class RunLog:
     def _say(self, text: str) -> None:
         line = printable(f"{self.config.name}: {text}")
         if self._bar is not None or self._lines:
-            # Who reads along may be gone, such as a terminal: rich exits then, and the run goes on.
-            with suppress(OSError, SystemExit):
+            with if_read:
                 show(line, self._console)
         elif self.active:
             logger.info(line)
