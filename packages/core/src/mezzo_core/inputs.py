@@ -13,7 +13,7 @@ from mezzo_core.data.answers import AnswersConfig
 from mezzo_core.data.batches import BatchSource, TextData
 from mezzo_core.data.config import DataConfig
 from mezzo_core.data.corpora import read_lines
-from mezzo_core.data.find import existing_path
+from mezzo_core.data.find import existing_path, find_files, format_of
 from mezzo_core.data.hub import HUB_PREFIX
 from mezzo_core.data.mixture import MixtureConfig
 from mezzo_core.data.texts import TextConfig, absolute_tokenizer, change_texts, name_texts, texts_of
@@ -219,6 +219,8 @@ def open_told_data(
         held_out = {**extra, "fingerprint": None} if source or whole else extra
         if not source:
             _find_texts(config, folder)
+        if text_column is not None:
+            check_has_fields(config)
         text = _open_text(config, length, vocab_size, held_out)
         return " + ".join(t.validation_source or t.source for t in texts_of(config)), text
     try:
@@ -229,6 +231,21 @@ def open_told_data(
     if not isinstance(rows, BatchSource):
         raise UserError(f'{folder}/config.json: "data" must be of DataConfig, got {config!r:.60}')
     return type(config).__name__, rows
+
+
+def check_has_fields(config: TextConfig) -> None:
+    """Refuse the name of a field where no text has any.
+
+    Raises:
+        UserError: if all texts are .txt files or the novels, or one cannot be found.
+    """
+    texts = texts_of(config)
+    sources = {text.source for text in texts} | {text.validation_source for text in texts}
+    for source in sources - {None, "embedded"}:
+        assert source is not None
+        if source.startswith(HUB_PREFIX) or {*map(format_of, find_files(source))} != {".txt"}:
+            return
+    raise UserError(f"--text-column names a field, and {name_texts(config)} has none: leave it out")
 
 
 def _find_texts(config: TextConfig, folder: Path) -> None:

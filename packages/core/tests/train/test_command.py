@@ -200,6 +200,22 @@ def test_a_text_under_another_name_with_bad_records_is_trained_on_when_told(comm
     assert f"the tokens of {both} are not those" in one_line(command(*told))
 
 
+def test_the_name_of_a_field_is_refused_where_no_text_has_fields(command, tmp_path):
+    words, out = tmp_path / "words.txt", tmp_path / "run"
+    words.write_text("half of the notes " * 50)
+    told = ("--data", words, "--out", out, "--quiet", "--steps", 1)
+    refused = "--text-column names a field, and "
+    assert refused in one_line(command(*told, "--text-column", "body"))
+    assert not out.exists()
+    assert command(*told)[0] == 0
+    for where in ((), ("--data", words), ("--data", "embedded")):
+        assert refused in one_line(command.eval(out, *where, "--text-column", "body"))
+    fields = tmp_path / "fields.csv"
+    fields.write_text("body\n" + "half of the notes\n" * 50)
+    mixed = ("--data", f"1:{words}", "--data", f"1:{fields}", "--text-column", "body")
+    assert command(*mixed, "--out", tmp_path / "mixed", "--steps", 1)[0] == 0
+
+
 def test_texts_are_mixed_by_weights_and_measured_together(command, tmp_path):
     corpus, other, out = (tmp_path / name for name in ("words.txt", "other.txt", "run"))
     corpus.write_text("half of the notes " * 50)

@@ -11,7 +11,7 @@ from mezzo_core.data import AnswersConfig
 from mezzo_core.data.texts import TextConfig, change_texts, texts_of
 from mezzo_core.errors import UserError
 from mezzo_core.files import read_json
-from mezzo_core.inputs import choose_texts, start_from
+from mezzo_core.inputs import check_has_fields, choose_texts, start_from
 from mezzo_core.nn.on_meta import build_on_meta
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.distributed import launched_place
@@ -52,6 +52,8 @@ def configure(
         config = _choose_texts(config, data, validation_data)
         if sft is not None:
             config = _choose_answers(config, sft, data)
+        if flags.get("text_column") is not None and isinstance(config.data, TextConfig):
+            check_has_fields(config.data)
         if flags.get("validation_fraction") is not None:
             _check_holds_out(config)
         built = build_on_meta(config.model, config.name)  # says what does not fit before any work
