@@ -329,7 +329,7 @@ def choose_texts(config: TextConfig, given: Sequence[str]) -> TextConfig:
     for text in given:
         weight, _, source = text.partition(":")
         try:
-            weights.append(float(weight))
+            weights.append(float(source and weight))
         except ValueError:
             raise UserError(
                 f"--data, given {len(given)} times, must be WEIGHT:TEXT each, such as "

@@ -431,5 +431,5 @@ def test_a_tokenized_corpus_has_no_state():
     assert not data.reads_shard
     data.load_state_dict({})
     for state in ({"cursor": {}}, [], None, "x"):
-        with pytest.raises(UserError, match="streaming=True"):
+        with pytest.raises(UserError, match=r"streaming=True \(--streaming\)"):
             data.load_state_dict(state)

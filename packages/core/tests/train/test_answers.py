@@ -81,6 +81,12 @@ def test_answers_and_a_text_are_not_both_trained_on(command, answers):
     assert (code, err.strip()) == (2, "error: --sft takes the place of --data: give one of them")
 
 
+def test_examples_are_no_stream(command, answers):
+    code, _, err = command("train", "tiny", "--sft", answers, "--streaming")
+    assert code == 2
+    assert err == "error: streaming (--streaming) must be False: examples are read at once\n"
+
+
 def test_examples_have_no_text_column(command, answers):
     code, _, err = command("train", "tiny", "--sft", answers, "--text-column", "body")
     told = "error: text_column (--text-column) is for texts, and examples name their fields, got"

@@ -250,9 +250,9 @@ def test_texts_are_mixed_by_weights_and_measured_together(command, tmp_path):
         (("--data", "1:a.txt", "--data", "hub:b/c"), "got 'hub:b/c'"),
         (
             ("--data", "1:a.txt", "--data", "0:b.txt"),
-            "weights[1] must be above 0 and below 2^63, got 0",
+            "weights[1] (--data WEIGHT:TEXT) must be above 0 and below 2^63, got 0",
         ),
-        (("--data", "1:a.txt", "--data", "1:"), "source must be text that is not empty"),
+        (("--data", "1:a.txt", "--data", "1:"), "must be WEIGHT:TEXT each"),
         (("--data", "1:a.txt"), "a single text has no weight; give its name alone"),
         (
             ("--data", "1:a.txt", "--data", "1:b.txt", "--validation-data", "c.txt"),
@@ -261,6 +261,14 @@ def test_texts_are_mixed_by_weights_and_measured_together(command, tmp_path):
         (
             ("--data", "a.txt", "--validation-data", "c.txt", "--validation-fraction", 0.1),
             "--validation-fraction goes without --validation-data",
+        ),
+        (
+            ("--data", "1:a.txt", "--data", "1:b.txt", "--streaming"),
+            "texts[0].streaming (--streaming) must be False: a stream cannot be mixed",
+        ),
+        (
+            ("--data", "embedded", "--streaming"),
+            "embedded corpus is not streamed: set streaming=False (--no-streaming)",
         ),
         (
             ("--data", "a.txt", "--streaming", "--validation-fraction", 0.1),

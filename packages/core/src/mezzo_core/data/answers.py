@@ -43,7 +43,7 @@ class AnswersConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.text.streaming:
-            raise UserError("text.streaming must be False: examples are read at once")
+            raise UserError("streaming (--streaming) must be False: examples are read at once")
         if self.text.text_column != DataConfig.text_column:
             raise UserError(
                 f"text_column is for texts, and examples name their fields, got "

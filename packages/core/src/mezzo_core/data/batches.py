@@ -304,7 +304,9 @@ class BatchSource(ABC):
             UserError: if the state belongs to another kind of source.
         """
         if state != {}:
-            raise UserError("this checkpoint is of a run on streamed data: set streaming=True")
+            raise UserError(
+                "this checkpoint is of a run on streamed data: set streaming=True (--streaming)"
+            )
 
 
 class TextData(BatchSource):

@@ -62,15 +62,20 @@ class MixtureConfig:
                 if here != there:
                     raise UserError(f"texts[{i}].{name} must be texts[0]'s {there!r}, got {here!r}")
             if text.streaming:
-                raise UserError(f"texts[{i}].streaming must be False: a stream cannot be mixed")
+                raise UserError(
+                    f"texts[{i}].streaming (--streaming) must be False: a stream cannot be mixed"
+                )
         for i, weight in enumerate(self.weights):
             if not 0 < weight < 2**63:
-                raise UserError(f"weights[{i}] must be above 0 and below 2^63, got {weight}")
+                raise UserError(
+                    f"weights[{i}] (--data WEIGHT:TEXT) must be above 0 and below 2^63, "
+                    f"got {weight}"
+                )
         for i, count in enumerate(_rows_of_a_block(self.weights)):
             if count < 1:
                 raise UserError(
-                    f"weights[{i}] must be at least 1 / {BLOCK_ROWS} of their sum, got "
-                    f"{self.weights[i]} of {sum(self.weights)}"
+                    f"weights[{i}] (--data WEIGHT:TEXT) must be at least 1 / {BLOCK_ROWS} of their "
+                    f"sum, got {self.weights[i]} of {sum(self.weights)}"
                 )
 
     @property

@@ -162,7 +162,10 @@ class StreamedText(TextData):
                 of processes, or damaged, or if the text no longer has its place.
         """
         if state == {}:
-            raise UserError("this checkpoint is of a run that did not stream: set streaming=False")
+            raise UserError(
+                "this checkpoint is of a run that did not stream: set streaming=False "
+                "(--no-streaming)"
+            )
         place = {**state} if isinstance(state, dict) else {}
         checksum = place.pop("checksum", None)
         if checksum is None or checksum != _checksum_of(place):

@@ -59,7 +59,7 @@ def open_stream(
     """
     datasets = import_library("datasets", "train")
     if source == "embedded":
-        raise UserError("the embedded corpus is not streamed: set streaming=False")
+        raise UserError("the embedded corpus is not streamed: set streaming=False (--no-streaming)")
     sharing: dict[str, Any] = {"skip_bad": skip_bad, "rank": rank, "world_size": world_size}
     validation: list[str] | None = None
     if not source.startswith(HUB_PREFIX):
