@@ -4,6 +4,7 @@ import pytest
 import torch
 from mezzo_core.errors import UserError
 from mezzo_core.nn import AttentionConfig, LMConfig
+from mezzo_core.positions import RopeScaling
 from mezzo_gsa.convert import convert
 from mezzo_rat import RATConfig
 
@@ -46,6 +47,18 @@ def test_with_chunks_of_a_token_and_closed_gates_it_is_the_transformer(attention
     for block in rat.stack.blocks:
         block.mixer.gate_bias.fill_(-1e4)
     torch.testing.assert_close(rat(tokens).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_scaled_rope_is_refused_and_not_lost():
+    config, model = transformer(rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192))
+    for rope in ("chunk", "token"):
+        with pytest.raises(UserError, match="RATConfig has plain RoPE, layer 0 a scaled one"):
+            convert(config, model.state_dict(), lambda *_, rope=rope: full_rat(rope))
+    convert(config, model.state_dict(), lambda *_: full_rat(None))
+
+
+def full_rat(rope):
+    return RATConfig(4, D, num_groups=None, rope=rope)
 
 
 @pytest.mark.parametrize(

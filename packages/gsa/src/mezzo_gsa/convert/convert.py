@@ -137,7 +137,7 @@ def convert_config(config: LMConfig, make: MakeTarget) -> LMConfig:
 
     Raises:
         UserError: if a mixer is not softmax attention, or cannot be converted to this target, or
-            the layers are a stack.
+            its RoPE is scaled and the target's cannot be, or the layers are a stack.
     """
     if config.stack is not None:  # it has no mixers, and all its weights would be lost
         raise UserError(
@@ -154,8 +154,21 @@ def convert_config(config: LMConfig, make: MakeTarget) -> LMConfig:
             raise UserError(f"norms of queries and keys have no place to go to, layer {i} has them")
         if mixer.qkv_bias:
             raise UserError(f"biases of queries, keys and values have no place, layer {i} has them")
-        mixers.append(make(mixer, config))
+        made = make(mixer, config)
+        if mixer.rope_scaling is not None and _rotates_plainly(made):
+            raise UserError(
+                f"{type(made).__name__} has plain RoPE, layer {i} a scaled one, which would be "
+                "lost: give it none, or take rope_scaling from the Transformer's configuration"
+            )
+        mixers.append(made)
     return replace(config, mixers=tuple(mixers))
+
+
+def _rotates_plainly(mixer: MixerConfig) -> bool:
+    """Tell whether queries and keys have a RoPE whose fields scale nothing, as those of RAT."""
+    fields = vars(mixer)
+    is_off = fields.get("rope_base") is None or fields.get("rope", "") is None
+    return not is_off and fields.get("rope_scaling") is None
 
 
 def convert(
