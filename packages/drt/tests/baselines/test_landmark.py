@@ -1,6 +1,7 @@
 """Landmark attention is its definition in both forms, and a stack that keeps the contract."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from mezzo_drt.baselines.landmark.attention import (
     rotate,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 L, D, BASE = 4, 6, 100.0
 C = 12
@@ -126,6 +128,25 @@ def test_transforms_which_cannot_look_at_borders_give_the_same(stack):
     x, borders = torch.randn(1, 44, C), torch.tensor([0, 23, 23, 26, 43, 44])
     found, _ = torch.func.vjp(lambda x: stack(x, cu_seqlens=borders)[0], x)
     torch.testing.assert_close(found, stack(x, cu_seqlens=borders)[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_layers_that_are_computed_twice_have_the_same_gradients(stack, reentrant):
+    """Those of a whole text, and of one that goes on from a state."""
+    x = torch.randn(2, 17, C)
+
+    def gradients():
+        stack.zero_grad()
+        inputs = x.clone().requires_grad_()
+        y, state = stack(inputs[:, :10], stack.init_state(2))
+        parts = (stack(inputs)[0], y, stack(inputs[:, 10:], state)[0])
+        torch.cat(parts, 1).square().sum().backward()
+        return [inputs.grad, *(weight.grad for weight in stack.parameters())]
+
+    wanted = gradients()
+    for layer in stack.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=reentrant)
+    torch.testing.assert_close(gradients(), wanted)
 
 
 def test_arguments_replaced_are_refused_by_name(stack):

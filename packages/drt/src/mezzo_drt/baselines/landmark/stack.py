@@ -98,14 +98,16 @@ class LandmarkLayer(nn.Module):
         self.mlp = config.mlp.build(d_model)
 
     def forward(
-        self, x: Tensor, k_grid: Tensor, v_grid: Tensor, places: Places
+        self, x: Tensor, k_grid: Tensor, v_grid: Tensor, places: Places, in_place: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run places (B, X, C); return them, and the grids (B, N, P, H, D) with their keys, values.
 
-        The grids are overwritten where gradients are off.
+        The grids are overwritten if `in_place`. Whether gradients are on does not tell: reentrant
+        checkpoints turn them off, and run the layer again on the same grids.
         """
         q, k, v = self._project(x, places)
-        k_grid, v_grid = (_write(grid, new, places) for grid, new in ((k_grid, k), (v_grid, v)))
+        pairs = (k_grid, k), (v_grid, v)
+        k_grid, v_grid = (_write(grid, new, places, in_place) for grid, new in pairs)
         out = landmark_attention(q, k_grid.to(q.dtype), v_grid.to(q.dtype), places, self.reach)
         return self._add(x, out), k_grid, v_grid
 
@@ -220,11 +222,11 @@ class LandmarkStack(AbstractStack):
         """Run tokens and, behind them, landmarks; the grids are (B, Y, N, P, H, D)."""
         T = x.shape[1]
         x = self._with_landmarks(x, places)
-        grids = []
+        grids, in_place = [], not torch.is_grad_enabled()
         for layer, *its_grids in zip(self.layers, k.unbind(1), v.unbind(1), strict=True):
-            x, *its_grids = layer(x, *its_grids, places)
+            x, *its_grids = layer(x, *its_grids, places, in_place)
             grids.append(its_grids)
-        if not torch.is_grad_enabled():  # written in place
+        if in_place:
             return x[:, :T], k, v
         k, v = (torch.stack(grid, 1) for grid in zip(*grids, strict=True))
         return x[:, :T], k, v
@@ -243,7 +245,7 @@ class LandmarkStack(AbstractStack):
         for y, layer in enumerate(self.layers):
             pairs = zip(host, state.near[1:], strict=True)
             grids = [brought(chunks[:, y], old[:, y], state.seen) for chunks, old in pairs]
-            x, *grids = layer(x, *grids, places)
+            x, *grids = layer(x, *grids, places, not torch.is_grad_enabled())
             host = [stored(old, y, grid, first) for old, grid in zip(host, grids, strict=True)]
             near.append((grids[0][:, :, -1], *(nearest(grid, after, W) for grid in grids)))
         parts = (torch.stack(part, 1) for part in zip(*near, strict=True))
@@ -359,13 +361,13 @@ class LandmarkStack(AbstractStack):
         return tuple(self.layers)
 
 
-def _write(grid: Tensor, new: Tensor, places: Places) -> Tensor:
-    """Put (B, X, H, D) at their places of a grid (B, N, P, H, D); in place without gradients."""
+def _write(grid: Tensor, new: Tensor, places: Places, in_place: bool) -> Tensor:
+    """Put (B, X, H, D) at their places of a grid (B, N, P, H, D)."""
     N, P = grid.shape[1:3]
     slot = (places.chunk * P + places.offset).clamp(max=N * P - 1)  # beyond the room: see `step`
     slot = slot[..., None, None].expand_as(new)
     flat, new = grid.view(grid.shape[0], N * P, *new.shape[2:]), new.to(grid.dtype)
-    if torch.is_grad_enabled():
+    if not in_place:
         return flat.scatter(1, slot, new).view_as(grid)
     flat.scatter_(1, slot, new)
     return grid
