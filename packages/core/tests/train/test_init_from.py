@@ -74,6 +74,23 @@ def test_another_start_is_another_run(tiny, tmp_path, start):
     assert "\n" not in str(error.value)
 
 
+def test_a_run_goes_on_when_its_start_has_moved(tiny, tmp_path, start, rows_of):
+    def configured(folder, steps):
+        flags = {"tokenizer": None, "steps": steps}
+        out = tmp_path / "run"
+        return configure(tiny(), flags, (), (), None, None, folder, out)
+
+    train(configured(start, 2), tmp_path / "run", quiet=True)
+    copy = shutil.copytree(start, tmp_path / "copy")
+    with pytest.raises(UserError, match=r"init_from is '.* there"):  # both are: another model
+        train(configured(copy, 3), tmp_path / "run", quiet=True)
+    shutil.rmtree(start)
+    train(configured(copy, 3), tmp_path / "run", quiet=True)
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 2, 3]
+    shutil.rmtree(copy)
+    train(configured(copy, 4), tmp_path / "run", quiet=True)
+
+
 def test_weights_of_another_model_are_refused_in_one_line(tiny, tmp_path, start):
     wider = replace(tiny().model, d_model=48)
     with pytest.raises(UserError, match=r"embed.weight is \(257, 32\).*\(257, 48\)") as error:

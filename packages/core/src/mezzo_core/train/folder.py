@@ -62,8 +62,9 @@ def check_folder(out: Path, config: TrainConfig, *, resume: bool, may_move: bool
         config: configuration of the run that wants to use it.
         resume: whether to continue the run in the folder. That run must then have the same
             configuration, except for `CHANGEABLE` fields.
-        may_move: whether its texts and its tokenizer may be elsewhere now, if it has a checkpoint.
-            Then `check_corpus` compares their tokens, once they are read.
+        may_move: whether its texts, its tokenizer and the model that it started from may be
+            elsewhere now, if it has a checkpoint. Then `check_corpus` compares the tokens, once
+            they are read.
 
     Raises:
         UserError: if the folder has files that may not be a run's, or holds a different run, or
@@ -237,10 +238,14 @@ def _differences(found: Any, wanted: Any, name: str = "", *, may_move: bool = Fa
 def _is_place(name: str, *values: Any) -> bool:
     """Tell whether a field says where a text or tokenizer is, whose fingerprint covers all of it.
 
-    That of a stream from the hub does not.
+    That of a stream from the hub does not. A model to start from that is not there any more may
+    have moved: nothing reads it again.
     """
-    paths = (isinstance(value, str) and not value.startswith(HUB_PREFIX) for value in values)
-    return _PLACE.fullmatch(name) is not None and all(paths)
+    if not all(isinstance(value, str) and not value.startswith(HUB_PREFIX) for value in values):
+        return False
+    if name == "init_from":
+        return not Path(values[0]).exists()
+    return _PLACE.fullmatch(name) is not None
 
 
 def check_corpus(out: Path, data: SourceConfig, fingerprint: str) -> None:
