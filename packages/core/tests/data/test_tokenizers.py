@@ -45,6 +45,24 @@ def test_a_part_of_a_character_counts_all_of_its_bytes(tmp_path):
     assert list(map(tokenizer.token_bytes, tokenizer.encode("日é"))) == [2, 1, 1, 1]
 
 
+@pytest.mark.parametrize("text", ["hi hi", "日", "X"])
+@pytest.mark.parametrize("adds_space", [False, True])
+def test_a_space_that_a_tokenizer_puts_before_a_text_does_not_count(tmp_path, text, adds_space):
+    """As RoBERTa's does with `add_prefix_space`: "Ġhi", "Ġæ" with more bytes, and "Ġ" alone."""
+    tokenizers = pytest.importorskip("tokenizers")
+    pieces = ["</s>", *tokenizers.pre_tokenizers.ByteLevel.alphabet(), "hi", "Ġhi", "Ġæ"]
+    merges = [("h", "i"), ("Ġ", "hi"), ("Ġ", "æ")]
+    model = tokenizers.models.BPE({piece: i for i, piece in enumerate(pieces)}, merges)
+    bpe = tokenizers.Tokenizer(model)
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=adds_space)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    bpe.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    tokens = tokenizer.encode(text)
+    counts = [tokenizer.token_bytes(token, first=i == 0) for i, token in enumerate(tokens)]
+    assert sum(counts) == len(text.encode("utf-8"))
+
+
 def test_a_lone_space_counts_where_spaces_at_the_start_are_dropped(tmp_path, sentences):
     """As in SentencePiece's usual models."""
     sentencepiece = pytest.importorskip("sentencepiece")

@@ -123,6 +123,8 @@ class HFTokenizer:
             vocabulary = backend.get_vocab(with_added_tokens=True)
             added = backend.get_added_tokens_decoder()
             self._may_drop = _may_drop(backend, vocabulary)
+            # A byte-level space before a text, which decoding keeps.
+            self._adds_space = "".join(_pieces(backend, "a")).startswith("Ġ")
         numbers = set(vocabulary.values())
         if len(numbers) < len(vocabulary):
             raise UserError(f"{name} gives two tokens the same number")
@@ -173,11 +175,13 @@ class HFTokenizer:
     def token_bytes(self, token: int, *, first: bool = False) -> int:
         """Return the bytes of the token's text."""
         once, twice = (self.decode([token] * n) for n in (1, 2))
+        piece = self._backend.id_to_token(token) or ""
+        added = first and self._adds_space and piece.startswith("Ġ")
         if "\ufffd" in once:  # a part of a character: a byte-level piece has a letter for each byte
-            piece = self._backend.id_to_token(token) or ""
-            return 1 if piece.startswith("<0x") else len(piece)
+            return 1 if piece.startswith("<0x") else len(piece) - added
         # Decoding may drop a space before the first token.
-        return len((once if first else twice[len(once) :]).encode("utf-8"))
+        text = once if first else twice[len(once) :]
+        return len((text.removeprefix(" ") if added else text).encode("utf-8"))
 
     def _refuse_dropped(self, characters: set[str]) -> None:
         """Refuse new characters without a token, which the library would silently drop."""
