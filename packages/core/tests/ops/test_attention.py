@@ -358,16 +358,16 @@ def test_attention_compiles_into_one_graph(options):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"q": torch.randn(2, 7, 8)}, ValueError, r"q must be \(batch, tokens, heads, width\)"),
-        ({"k": torch.randn(2, 7, 4, 9)}, ValueError, "k must have q's batch and width"),
-        ({"v": torch.randn(2, 6, 4, 8)}, ValueError, "v must have k's batch"),
+        ({"q": torch.randn(2, 7, 8)}, ValueError, r"q must be \(B, T, HQ, K\), HQ, K at"),
+        ({"k": torch.randn(2, 7, 4, 9)}, ValueError, r"k must be \(2, S, H, 8\)"),
+        ({"v": torch.randn(2, 6, 4, 8)}, ValueError, r"v must be \(2, 7, 4, V\)"),
         ({"k": torch.randn(2, 7, 4, 8).double()}, TypeError, "one floating dtype"),
         ({"q": torch.ones(2, 7, 4, 8, dtype=torch.int64)}, TypeError, "q must be floating-point"),
-        ({"q": torch.ones(2, 7, 0, 8)}, ValueError, "heads and widths of 1 and more"),
+        ({"q": torch.ones(2, 7, 0, 8)}, ValueError, "HQ, K at least 1"),
         (
             {"q": torch.ones(2, 7, 4, 0), "k": torch.ones(2, 7, 4, 0)},
             ValueError,
-            "heads and widths",
+            "HQ, K at least 1",
         ),
         ({"scale": math.nan}, ValueError, "scale must be finite, got nan"),
         ({"scale": -math.inf}, ValueError, "scale must be finite, got -inf"),
@@ -388,7 +388,7 @@ def test_attention_compiles_into_one_graph(options):
         (
             {"q_positions": torch.arange(7), "k_positions": torch.arange(7)[None]},
             ValueError,
-            r"q_positions must be \(2, 7\)",
+            r"q_positions must be \(q_rows, 7\)",
         ),
         (
             {"q_positions": torch.arange(7)[None], "k_positions": torch.ones(1, 7)},

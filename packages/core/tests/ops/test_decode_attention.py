@@ -211,8 +211,8 @@ def test_compiles_to_one_graph(impl):
     [
         (TypeError, "q, k and v must have one floating dtype", {"k": torch.bfloat16}),
         (TypeError, "lengths must be int32 or int64, got torch.float32", {"lengths": torch.float}),
-        (ValueError, r"q must be \(B, HQ, D\), k and v \(B, S, H, D\)", {"q": (2, 4, 16)}),
-        (ValueError, "k and v", {"v": (2, 8, 2, 16)}),
+        (ValueError, r"k must be \(2, S, H, 16\)", {"q": (2, 4, 16)}),
+        (ValueError, r"v must be \(2, 8, 2, 32\)", {"v": (2, 8, 2, 16)}),
         (ValueError, "heads of q must be a multiple .* got 3 and 2", {"q": (2, 3, 32)}),
         (ValueError, r"lengths must be \(2,\), got \(3,\)", {"lengths": (3,)}),
         (ValueError, r"alibi_slopes must be \(4,\)", {"alibi_slopes": (2,)}),

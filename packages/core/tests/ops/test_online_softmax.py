@@ -67,10 +67,15 @@ def test_the_result_has_the_dtype_of_the_first_part_and_the_lse_is_float32():
     [
         (ValueError, "got 0 outs and 0 lses", [], []),
         (ValueError, "got 2 outs and 1 lses", [torch.ones(2, 3)] * 2, [ROW]),
-        (ValueError, r"lses\[0\] \(3,\)", [torch.ones(2, 3)], [torch.ones(3)]),
-        (ValueError, r"outs\[1\] \(2,\)", [torch.ones(2, 3), ROW], [ROW, ROW]),
+        (ValueError, r"lses\[0\] must be \(2,\), got \(3,\)", [torch.ones(2, 3)], [torch.ones(3)]),
+        (
+            ValueError,
+            r"outs\[1\] must be \(2, 3\), got \(2,\)",
+            [torch.ones(2, 3), ROW],
+            [ROW, ROW],
+        ),
         (TypeError, r"lses\[0\] must be floating-point", [torch.ones(2, 3)], [torch.ones(2).int()]),
-        (ValueError, r"lses\[0\] on meta", [torch.ones(2, 3)], [torch.ones(2, device="meta")]),
+        (ValueError, r"lses\[0\] is on meta", [torch.ones(2, 3)], [torch.ones(2, device="meta")]),
     ],
 )
 @pytest.mark.any_shapes

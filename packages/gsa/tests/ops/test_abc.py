@@ -113,7 +113,7 @@ def test_steps_overwrite_the_state_with_that_of_the_definition(reading, start):
     ("change", "error", "message"),
     [
         ({"reading": "book"}, ValueError, 'reading must be "text" or "code", got \'book\''),
-        ({"s": normal(B, T, H)}, ValueError, r"s must be \(2, 70, 2, \.\.\.\)"),
+        ({"s": normal(B, T, H)}, ValueError, r"s must be \(2, 70, 2, M\)"),
         ({"s": normal(B, T, H, M).int()}, TypeError, "s must be floating-point"),
         ({"s": None}, TypeError, "s must be a tensor, got NoneType"),
         ({"initial_state": (0, 0, 0)}, TypeError, "initial_state must be an ABCState, got tuple"),

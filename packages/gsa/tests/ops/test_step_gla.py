@@ -241,9 +241,9 @@ def test_what_needs_gradients_is_refused():
     ("change", "error", "message"),
     [
         (lambda i: {"q": i["q"][:, None]}, ValueError, r"q must be \(B, HQ, K\)"),
-        (lambda i: {"k": i["k"][..., :8]}, ValueError, r"k must be \(1, H, 16\) with H a divisor"),
+        (lambda i: {"k": i["k"][..., :8]}, ValueError, r"k must be \(1, H, 16\)"),
         (lambda i: {"v": i["v"][:, :1]}, ValueError, r"v must be \(1, 2, V\)"),
-        (lambda i: {"v": i["v"].half()}, TypeError, "v must have the dtype of q"),
+        (lambda i: {"v": i["v"].half()}, TypeError, "must have one floating dtype"),
         (lambda i: {"g": i["g"][..., :3]}, ValueError, r"g must be \(1, 2, 16\) or \(1, 2, 1\)"),
         (lambda i: {"g": i["g"].int()}, TypeError, "g must be floating-point"),
         (lambda i: {"state": i["state"].mT}, ValueError, r"state must be \(1, 2, 16, 32\)"),
@@ -275,7 +275,7 @@ def test_input_that_does_not_fit_is_named(change, error, message):
             {"places": torch.ones(2).long()},
             r"places must be int32 or int64 \(1,\), got torch.int64",
         ),
-        ({"log_bounds": torch.zeros(2, 16)}, r"log_bounds must be \(2, 32\) on .*, got \(2, 16\)"),
+        ({"log_bounds": torch.zeros(2, 16)}, r"log_bounds must be \(2, 32\), got \(2, 16\)"),
     ],
 )
 @pytest.mark.any_shapes

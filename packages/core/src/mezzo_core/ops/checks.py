@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """The dtypes that ops accept. float8 is not among them, because torch has no arithmetic for it."""
+_INTEGERS = {"int": (torch.int32, torch.int64), "int64": (torch.int64,)}
 
 
 def check_floating(op: str, name: str, x: Any) -> None:
@@ -18,6 +19,17 @@ def check_floating(op: str, name: str, x: Any) -> None:
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
         got = str(x.dtype).removeprefix("torch.")
         raise TypeError(f"{op}: {name} must be floating-point ({allowed}), got {got}")
+
+
+def check_dtype(op: str, name: str, x: Any, kind: str) -> None:
+    """Raise a TypeError if x is no tensor of a kind: "int", "int64", or "" for floats."""
+    if not kind:
+        check_floating(op, name, x)
+    elif not isinstance(x, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
+    elif x.dtype not in _INTEGERS[kind]:
+        allowed = {"int": "int32 or int64"}.get(kind, kind)
+        raise TypeError(f"{op}: {name} must be {allowed}, got {x.dtype}")
 
 
 def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> None:
@@ -60,10 +72,7 @@ def check_lengths(op: str, lengths: Any, x: Tensor, name: str = "lengths") -> No
         TypeError: if it is not an int64 tensor.
         ValueError: if it is not (B,) on x's device, or a length is not from 0 to T.
     """
-    if not isinstance(lengths, Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, got {type(lengths).__name__}")
-    if lengths.dtype != torch.int64:
-        raise TypeError(f"{op}: {name} must be int64, got {lengths.dtype}")
+    check_dtype(op, name, lengths, "int64")
     if lengths.shape != x.shape[:1] or lengths.device != x.device:
         raise ValueError(
             f"{op}: {name} must be ({x.shape[0]},) on {x.device}, "

@@ -30,6 +30,18 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor, x: Tensor) -> None:
         raise ValueError(f"{op}: cu_seqlens packs sequences into one row, got B = {x.shape[0]}")
 
 
+def count_sequences(op: str, cu_seqlens: Tensor | None, x: Tensor) -> int:
+    """Return how many sequences x (B, T, ...) has: those of borders, which are checked, or B.
+
+    Raises:
+        TypeError, ValueError: see `check_cu_seqlens`.
+    """
+    if cu_seqlens is None:
+        return x.shape[0]
+    check_cu_seqlens(op, cu_seqlens, x)
+    return cu_seqlens.shape[0] - 1
+
+
 def check_borders(op: str, cu_seqlens: Tensor, num_tokens: int) -> None:
     """Check the values, on a CPU only: reading them would wait for a GPU or break a compiled graph.
 

@@ -10,15 +10,22 @@ from torch import Tensor
 from mezzo_core.ops.attention import blocked, flash, flex, sdpa
 from mezzo_core.ops.attention.reference import attention_reference
 from mezzo_core.ops.attention.request import AttentionOutput, Request, is_plain
-from mezzo_core.ops.checks import check_floating, check_number, check_size, in_transform
+from mezzo_core.ops.checks import check_number, check_size, in_transform
 from mezzo_core.ops.packed import check_borders, check_cu_seqlens
 from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.ops.shapes import Shapes, check_heads, check_one_dtype
 
 SMALL_MASK = 1024 * 1024
 """Up to this number of queries times keys, sdpa with a full mask is faster on a CPU than blocks,
 and on a GPU flex is not worth a compilation."""
 
 AttentionImpl = Literal["auto", "reference", "sdpa", "blocked", "flex", "flash"]
+
+
+_SHAPES = Shapes(
+    q="B T HQ K", k="B S H K", v="B S H V", alibi_slopes="HQ | None", filled="HQ H K V"
+)
+_POSITIONS = Shapes(q_positions="int: q_rows T", k_positions="int: k_rows S")
 
 
 class _Backend(NamedTuple):
@@ -89,16 +96,11 @@ def attention(
     """
     if not isinstance(impl, str) or impl not in get_args(AttentionImpl):
         raise ValueError(f"attention: impl must be one of {get_args(AttentionImpl)}, got {impl!r}")
-    _check_tensors(q, k, v)
+    _SHAPES.check("attention", q, k, v, alibi_slopes)
+    check_one_dtype("attention", q=q, k=k, v=v)
+    check_heads("attention", q.shape[2], k.shape[2])
     _check_options(causal, return_lse, window_size, scale)
     if alibi_slopes is not None:
-        check_floating("attention", "alibi_slopes", alibi_slopes)
-        if alibi_slopes.shape != (q.shape[2],):
-            raise ValueError(
-                f"attention: alibi_slopes must be ({q.shape[2]},), one for each query head; "
-                f"got {tuple(alibi_slopes.shape)}"
-            )
-        _check_device("alibi_slopes", alibi_slopes, q)
         # In half precision a slope times a long distance would be rounded, or overflow.
         alibi_slopes = alibi_slopes.detach().to(accumulation_dtype(q.dtype))
     _check_places(q, k, causal, cu_seqlens, q_positions, k_positions)
@@ -177,36 +179,6 @@ def _check_options(
         check_number("attention", "scale", scale)
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_floating("attention", name, x)
-        if x.ndim != 4:
-            raise ValueError(
-                f"attention: {name} must be (batch, tokens, heads, width), got {tuple(x.shape)}"
-            )
-        if x.dtype != q.dtype:
-            raise TypeError(
-                f"attention: q, k and v must have one floating dtype, got q {q.dtype}, "
-                f"{name} {x.dtype}"
-            )
-        _check_device(name, x, q)
-    if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
-        raise ValueError(
-            "attention: k must have q's batch and width, v must have k's batch, tokens and heads; "
-            f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        )
-    if 0 in (q.shape[2], q.shape[3], k.shape[2], v.shape[3]):
-        raise ValueError(
-            "attention: q, k and v must have heads and widths of 1 and more, "
-            f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        )
-    if q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"attention: the heads of q must be a multiple of those of k and v, got {q.shape[2]} "
-            f"and {k.shape[2]}"
-        )
-
-
 def _check_places(
     q: Tensor,
     k: Tensor,
@@ -233,22 +205,10 @@ def _check_places(
                 f"k_positions; got T = {T}, S = {S}"
             )
         return
-    for name, positions, length in (
-        ("q_positions", q_positions, T),
-        ("k_positions", k_positions, S),
-    ):
-        if not isinstance(positions, Tensor):
-            raise TypeError(f"attention: {name} must be a tensor, got {type(positions).__name__}")
-        if positions.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"attention: {name} must be int32 or int64, got {positions.dtype}")
-        if positions.shape not in ((B, length), (1, length)):
+    rows = _POSITIONS.check("attention", q_positions, k_positions, device=q.device, T=T, S=S)
+    for name in ("q", "k"):
+        if rows[f"{name}_rows"] not in (1, B):
             raise ValueError(
-                f"attention: {name} must be ({B}, {length}) or (1, {length}), "
-                f"got {tuple(positions.shape)}"
+                f"attention: {name}_positions must have one row, or {B} as q, "
+                f"got {rows[f'{name}_rows']}"
             )
-        _check_device(name, positions, q)
-
-
-def _check_device(name: str, x: Tensor, q: Tensor) -> None:
-    if x.device != q.device:
-        raise ValueError(f"attention: {name} is on {x.device}, q on {q.device}")

@@ -7,14 +7,33 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from mezzo_core.ops.checks import check_counts, check_floating, check_number
+from mezzo_core.ops.checks import check_counts, check_number
 from mezzo_core.ops.decode_attention import reference
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.precision import accumulation_dtype, without_autocast
+from mezzo_core.ops.shapes import Shapes, check_heads, check_one_dtype
 from mezzo_core.positions import RopeScaling, scaling_numbers
 
 TRITON_WIDTHS = (32, 64, 128, 256)
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_APPENDED = Shapes(
+    q="B HQ D",
+    k="B H D",
+    v="B H D",
+    k_cache="B S H D",
+    v_cache="B S H D",
+    lengths="int: B",
+    filled="HQ H S",
+)
+_DECODED = Shapes(
+    q="B HQ D",
+    k="B S H D",
+    v="B S H D",
+    lengths="int: B",
+    alibi_slopes="HQ | None",
+    filled="H",
+)
 
 
 def append_token_(
@@ -59,16 +78,20 @@ def append_token_(
             `rope_base` is not positive, an input requires gradients, or `impl` cannot do the
             request.
     """
-    _check_append(q, k, v, k_cache, v_cache, lengths)
+    op = "append_token_"
+    _APPENDED.check(op, q, k, v, k_cache, v_cache, lengths)
+    check_counts(op, "lengths", lengths)
+    check_one_dtype(op, q=q, k=k, v=v)
+    check_one_dtype(op, k_cache=k_cache, v_cache=v_cache)
     if rope_base is not None:
-        check_number("append_token_", "rope_base", rope_base, positive=True)
+        check_number(op, "rope_base", rope_base, positive=True)
         if q.shape[-1] % 2:
-            raise ValueError(f"append_token_: D must be even for RoPE, got {q.shape[-1]}")
-    scaling = scaling_numbers("append_token_", rope_scaling)
+            raise ValueError(f"{op}: D must be even for RoPE, got {q.shape[-1]}")
+    scaling = scaling_numbers(op, rope_scaling)
     tensors = (q, k, v, k_cache, v_cache)
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise ValueError("append_token_ has no backward: call it under torch.no_grad()")
-    chosen = resolve_impl("append_token_", impl, q.device, _unsupported(q, k_cache))
+        raise ValueError(f"{op} has no backward: call it under torch.no_grad()")
+    chosen = resolve_impl(op, impl, q.device, _unsupported(q, k_cache))
     return _append_token_(*tensors, lengths, rope_base, scaling, chosen)
 
 
@@ -105,13 +128,16 @@ def decode_attention(
         ValueError: if shapes or devices disagree, a length is negative, an input requires
             gradients, or `impl` cannot do the request.
     """
-    _check_dtypes(q, k, v, lengths, alibi_slopes)
+    op = "decode_attention"
+    _DECODED.check(op, q, k, v, lengths, alibi_slopes)
+    check_counts(op, "lengths", lengths)
+    check_one_dtype(op, q=q, k=k, v=v)
+    check_heads(op, q.shape[1], k.shape[2])
     if scale is not None:
-        check_number("decode_attention", "scale", scale)
-    _check_shapes(q, k, v, lengths, alibi_slopes)
+        check_number(op, "scale", scale)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
-        raise ValueError("decode_attention has no backward: call it under torch.no_grad()")
-    chosen = resolve_impl("decode_attention", impl, q.device, _unsupported(q, k))
+        raise ValueError(f"{op} has no backward: call it under torch.no_grad()")
+    chosen = resolve_impl(op, impl, q.device, _unsupported(q, k))
     if scale is None:
         scale = max(q.shape[-1], 1) ** -0.5
     if alibi_slopes is not None:
@@ -128,93 +154,6 @@ def _unsupported(q: Tensor, k: Tensor) -> str | None:
     if q.shape[-1] not in TRITON_WIDTHS:
         return f"heads of width {q.shape[-1]} (it needs one of {TRITON_WIDTHS})"
     return None
-
-
-def _check_dtypes(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, alibi_slopes: Tensor | None
-) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v), ("alibi_slopes", alibi_slopes)):
-        if name != "alibi_slopes" or x is not None:
-            check_floating("decode_attention", name, x)
-    if k.dtype != q.dtype or v.dtype != q.dtype:
-        raise TypeError(
-            "decode_attention: q, k and v must have one floating dtype, "
-            f"got {q.dtype}, {k.dtype} and {v.dtype}"
-        )
-    _check_lengths("decode_attention", lengths)
-
-
-def _check_lengths(op: str, lengths: Any) -> None:
-    if not isinstance(lengths, Tensor):
-        raise TypeError(f"{op}: lengths must be a tensor, got {type(lengths).__name__}")
-    if lengths.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{op}: lengths must be int32 or int64, got {lengths.dtype}")
-    check_counts(op, "lengths", lengths)
-
-
-def _check_shapes(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, alibi_slopes: Tensor | None
-) -> None:
-    if q.ndim != 3 or k.ndim != 4 or k.shape[::3] != q.shape[::2] or v.shape != k.shape:
-        raise ValueError(
-            "decode_attention: q must be (B, HQ, D), k and v (B, S, H, D), "
-            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-        )
-    if k.shape[2] == 0 or q.shape[1] % k.shape[2]:
-        raise ValueError(
-            "decode_attention: the heads of q must be a multiple of those of k and v, "
-            f"got {q.shape[1]} and {k.shape[2]}"
-        )
-    if lengths.shape != q.shape[:1]:
-        raise ValueError(
-            f"decode_attention: lengths must be ({q.shape[0]},), got {tuple(lengths.shape)}"
-        )
-    if alibi_slopes is not None and alibi_slopes.shape != (q.shape[1],):
-        raise ValueError(
-            f"decode_attention: alibi_slopes must be ({q.shape[1]},), one for each query head; "
-            f"got {tuple(alibi_slopes.shape)}"
-        )
-    for name, x in (("k", k), ("v", v), ("lengths", lengths), ("alibi_slopes", alibi_slopes)):
-        if x is not None and x.device != q.device:
-            raise ValueError(f"decode_attention: {name} is on {x.device}, q on {q.device}")
-
-
-def _check_append(
-    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor
-) -> None:
-    tensors = {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
-    for name, x in tensors.items():
-        check_floating("append_token_", name, x)
-    if k.dtype != q.dtype or v.dtype != q.dtype:
-        raise TypeError(
-            "append_token_: q, k and v must have one floating dtype, "
-            f"got {q.dtype}, {k.dtype} and {v.dtype}"
-        )
-    if v_cache.dtype != k_cache.dtype:
-        raise TypeError(
-            "append_token_: k_cache and v_cache must have one floating dtype, "
-            f"got {k_cache.dtype} and {v_cache.dtype}"
-        )
-    _check_lengths("append_token_", lengths)
-    if q.ndim != 3 or k.ndim != 3 or k.shape[::2] != q.shape[::2] or v.shape != k.shape:
-        raise ValueError(
-            "append_token_: q must be (B, HQ, D), k and v (B, H, D), "
-            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-        )
-    B, H, D = k.shape
-    if H == 0 or q.shape[1] == 0:
-        raise ValueError(f"append_token_: q and k must have heads, got {q.shape[1]} and {H}")
-    S = k_cache.shape[1] if k_cache.ndim == 4 else 0
-    if S == 0 or k_cache.shape != (B, S, H, D) or v_cache.shape != k_cache.shape:
-        raise ValueError(
-            f"append_token_: k_cache and v_cache must be ({B}, S, {H}, {D}) with S at least 1, "
-            f"got {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
-        )
-    if lengths.shape != (B,):
-        raise ValueError(f"append_token_: lengths must be ({B},), got {tuple(lengths.shape)}")
-    for name, x in {**tensors, "lengths": lengths}.items():
-        if x.device != q.device:
-            raise ValueError(f"append_token_: {name} is on {x.device}, q on {q.device}")
 
 
 @torch.library.custom_op("mezzo::append_token_", mutates_args=("k_cache", "v_cache", "lengths"))

@@ -4,12 +4,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mezzo_core.ops.checks import check_floating, check_number
+from mezzo_core.ops.checks import check_number
 from mezzo_core.ops.decode_linear import reference
 from mezzo_core.ops.impl import Impl, resolve_impl
+from mezzo_core.ops.shapes import Shapes, check_one_dtype
 
 TRITON_MAX_K = 16_384
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_SHAPES = Shapes(x="... K", weight="N K", bias="N | None", norm_weight="K | None")
 
 
 def decode_linear(
@@ -45,12 +48,15 @@ def decode_linear(
         ValueError: if shapes or devices disagree, `norm_eps` is negative or not finite, or `impl`
             cannot do the request.
     """
-    check_number("decode_linear", "norm_eps", norm_eps)
+    op = "decode_linear"
+    check_number(op, "norm_eps", norm_eps)
     if norm_eps < 0:
-        raise ValueError(f"decode_linear: norm_eps must be 0 or more, got {norm_eps}")
-    _check(x, weight, bias, norm_weight)
+        raise ValueError(f"{op}: norm_eps must be 0 or more, got {norm_eps}")
+    _SHAPES.check(op, x, weight, bias, norm_weight)
+    if bias is not None:
+        check_one_dtype(op, weight=weight, bias=bias)
     unsupported = _unsupported(x, weight, bias, norm_weight)
-    if resolve_impl("decode_linear", impl, x.device, unsupported) == "triton":
+    if resolve_impl(op, impl, x.device, unsupported) == "triton":
         return _decode_linear(x, weight, bias, norm_weight, norm_eps)
     return reference.decode_linear_fwd(x, weight, bias, norm_weight, norm_eps)
 
@@ -75,29 +81,6 @@ def _unsupported(
     if torch.is_autocast_enabled("cuda"):
         return "autocast"
     return None
-
-
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None) -> None:
-    tensors = {"x": x, "weight": weight, "bias": bias, "norm_weight": norm_weight}
-    for name, part in tensors.items():
-        if part is not None or name in ("x", "weight"):
-            check_floating("decode_linear", name, part)
-        if part is not None and part.device != x.device:
-            raise ValueError(f"decode_linear: {name} is on {part.device}, x on {x.device}")
-    if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            "decode_linear: x must be (..., K) and weight (N, K), "
-            f"got {tuple(x.shape)} and {tuple(weight.shape)}"
-        )
-    N, K = weight.shape
-    for name, part, size in (("bias", bias, N), ("norm_weight", norm_weight, K)):
-        if part is not None and part.shape != (size,):
-            raise ValueError(f"decode_linear: {name} must be ({size},), got {tuple(part.shape)}")
-    if bias is not None and bias.dtype != weight.dtype:
-        raise TypeError(
-            "decode_linear: bias must have the dtype of weight, "
-            f"got {bias.dtype} and {weight.dtype}"
-        )
 
 
 @torch.library.custom_op("mezzo::decode_linear", mutates_args=())

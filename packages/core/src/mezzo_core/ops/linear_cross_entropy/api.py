@@ -6,14 +6,16 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from mezzo_core.ops.checks import check_floating, check_size
+from mezzo_core.ops.checks import check_size
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.linear_cross_entropy import op, reference
 from mezzo_core.ops.precision import autocast_dtype
+from mezzo_core.ops.shapes import Shapes
 
 NO_TARGET = -100
 """The target where there is nothing to predict: torch's own default of `ignore_index`."""
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SHAPES = Shapes(x="... C", weight="V C", targets="int64: ...", filled="V C")
 
 
 class CrossEntropy(NamedTuple):
@@ -71,11 +73,7 @@ def linear_cross_entropy(
 def _check(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> torch.dtype:
     """Check the arguments, and return the dtype that the products are in."""
     name = "linear_cross_entropy"
-    check_floating(name, "x", x)
-    check_floating(name, "weight", weight)
-    if not isinstance(targets, Tensor) or targets.dtype != torch.int64:
-        got = targets.dtype if isinstance(targets, Tensor) else type(targets).__name__
-        raise TypeError(f"{name}: targets must be an int64 tensor, got {got}")
+    _SHAPES.check(name, x, weight, targets)
     check_size(name, "ignore_index", ignore_index, least=-(2**63))
     dtype, cast = x.dtype, autocast_dtype(x.device)
     if cast is not None and dtype != torch.float64:
@@ -85,18 +83,6 @@ def _check(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> tor
             f"{name}: x and weight must have one dtype outside autocast, "
             f"got {x.dtype} and {weight.dtype}"
         )
-    if weight.ndim != 2 or x.ndim < 1 or x.shape[-1] != weight.shape[1] or 0 in weight.shape:
-        raise ValueError(
-            f"{name}: x must be (..., C) and weight (V, C), "
-            f"got {tuple(x.shape)} and {tuple(weight.shape)}"
-        )
-    if targets.shape != x.shape[:-1]:
-        raise ValueError(
-            f"{name}: targets must be {tuple(x.shape[:-1])} as x, got {tuple(targets.shape)}"
-        )
-    for other, tensor in (("weight", weight), ("targets", targets)):
-        if tensor.device != x.device:
-            raise ValueError(f"{name}: {other} is on {tensor.device}, x on {x.device}")
     # Looking at values would stop a GPU's stream or break a graph.
     if targets.device.type == "cpu" and not torch.compiler.is_compiling() and targets.numel() > 0:
         V = weight.shape[0]

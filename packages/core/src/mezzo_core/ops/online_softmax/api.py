@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from mezzo_core.ops.checks import check_floating
 from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.ops.shapes import Shapes
 
 
 def merge(
@@ -69,16 +69,6 @@ def softmax_with_lse(scores: Tensor) -> tuple[Tensor, Tensor]:
 def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
     if not outs or len(outs) != len(lses):
         raise ValueError(f"merge: one lse an out, got {len(outs)} outs and {len(lses)} lses")
-    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        check_floating("merge", f"outs[{i}]", out)
-        check_floating("merge", f"lses[{i}]", lse)
-        if out.shape != outs[0].shape or lse.shape != outs[0].shape[:-1]:
-            raise ValueError(
-                f"merge: outs must be (..., V) and lses (...), got {tuple(outs[0].shape)}, "
-                f"then outs[{i}] {tuple(out.shape)} and lses[{i}] {tuple(lse.shape)}"
-            )
-        if not out.device == lse.device == outs[0].device:
-            raise ValueError(
-                f"merge: outs[{i}] is on {out.device}, lses[{i}] on {lse.device}, "
-                f"outs[0] on {outs[0].device}"
-            )
+    shapes = {f"outs[{i}]": "... V" for i in range(len(outs))}
+    shapes |= {f"lses[{i}]": "..." for i in range(len(lses))}
+    Shapes(**shapes).check("merge", *outs, *lses)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mezzo_core.ops.checks import check_floating, check_size
 from mezzo_core.ops.impl import Impl, resolve_impl
-from mezzo_core.ops.packed import check_cu_seqlens
+from mezzo_core.ops.packed import count_sequences
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.ops.scan.doubling import doubling_scan
 from mezzo_core.ops.scan.op import differentiable_linear_scan
@@ -99,11 +99,7 @@ def _check(
         )
     if chunk_size is not None:
         check_size("linear_scan", "chunk_size", chunk_size)
-    num_states = x.shape[0]
-    if cu_seqlens is not None:
-        check_cu_seqlens("linear_scan", cu_seqlens, x)
-        num_states = cu_seqlens.shape[0] - 1
-    expected = (num_states, *x.shape[2:])
+    expected = (count_sequences("linear_scan", cu_seqlens, x), *x.shape[2:])
     if initial_state is not None and initial_state.shape != expected:
         raise ValueError(
             f"linear_scan: initial_state must be {expected}, got {tuple(initial_state.shape)}"

@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
-from mezzo_core.ops.checks import check_floating, check_number
+from mezzo_core.ops.checks import check_number
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.precision import without_autocast
+from mezzo_core.ops.shapes import Shapes, check_one_dtype
 from torch import Tensor
 
 from mezzo_drt.ops.grouped_cross_attention.op import differentiable_attention
@@ -17,6 +18,14 @@ OP = "grouped_cross_attention"
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TRITON_WIDTHS = (16, 32, 64, 128, 256)
 TRITON_KEYS = 128
+_SHAPES = Shapes(
+    q="B N M H D",
+    k="B S L H D",
+    v="B S L H D",
+    indices="int64: B N R",
+    weights="B N R",
+    filled="L H D",
+)
 
 
 def grouped_cross_attention(
@@ -64,7 +73,11 @@ def grouped_cross_attention(
         ValueError: if shapes or devices disagree, an index is not from -1 to S - 1, or `impl`
             cannot be met; the message names the argument.
     """
-    _check(q, k, v, indices, weights, softmax1)
+    sizes = _SHAPES.check(OP, q, k, v, indices, weights)
+    check_one_dtype(OP, q=q, k=k, v=v)
+    check_indices(OP, indices, sizes["S"])
+    if not isinstance(softmax1, bool):
+        raise TypeError(f"{OP}: softmax1 must be a bool, got {type(softmax1).__name__}")
     if readers is not None:
         _check_readers(readers, indices, k.shape[0] * k.shape[1])
     if scale is None:
@@ -106,33 +119,3 @@ def _unsupported(k: Tensor) -> str | None:
     if L > TRITON_KEYS:
         return f"chunks of L = {L} keys; supported: up to {TRITON_KEYS}"
     return None
-
-
-def _check(q: Any, k: Any, v: Any, indices: Any, weights: Any, softmax1: Any) -> None:
-    for name, x in {"q": q, "k": k, "v": v, "weights": weights}.items():
-        check_floating(OP, name, x)
-    if not isinstance(softmax1, bool):
-        raise TypeError(f"{OP}: softmax1 must be a bool, got {type(softmax1).__name__}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(
-            f"{OP}: q, k and v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
-        )
-    if q.ndim != 5 or 0 in q.shape[3:]:
-        raise ValueError(f"{OP}: q must be (B, N, M, H, D), got {tuple(q.shape)}")
-    B, N, _, H, D = q.shape
-    if k.ndim != 5 or (k.shape[0], *k.shape[3:]) != (B, H, D) or k.shape[2] == 0:
-        raise ValueError(
-            f"{OP}: k must be ({B}, S, L, {H}, {D}), L at least 1, got {tuple(k.shape)}"
-        )
-    if v.shape != k.shape:
-        raise ValueError(f"{OP}: v must be {tuple(k.shape)} as k, got {tuple(v.shape)}")
-    check_indices(OP, indices, k.shape[1])
-    if indices.shape[:2] != (B, N):
-        raise ValueError(f"{OP}: indices must be ({B}, {N}, R), got {tuple(indices.shape)}")
-    if weights.shape != indices.shape:
-        raise ValueError(
-            f"{OP}: weights must be {tuple(indices.shape)} as indices, got {tuple(weights.shape)}"
-        )
-    for name, x in {"k": k, "v": v, "indices": indices, "weights": weights}.items():
-        if x.device != q.device:
-            raise ValueError(f"{OP}: {name} is on {x.device}, q on {q.device}")

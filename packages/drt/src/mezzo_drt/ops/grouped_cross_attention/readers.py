@@ -4,7 +4,10 @@ from typing import Any, NamedTuple
 
 import torch
 from mezzo_core.ops.checks import can_look, check_size
+from mezzo_core.ops.shapes import Shapes
 from torch import Tensor
+
+_INDICES = Shapes(indices="int64: B N R")
 
 
 class Readers(NamedTuple):
@@ -55,11 +58,7 @@ def readers_of(indices: Tensor, S: int) -> Readers:
 
 def check_indices(op: str, indices: Any, S: int) -> None:
     """Check indices (B, N, R) of S chunks; raises as `readers_of` does."""
-    if not isinstance(indices, Tensor) or indices.dtype != torch.int64:
-        got = indices.dtype if isinstance(indices, Tensor) else type(indices).__name__
-        raise TypeError(f"{op}: indices must be an int64 tensor, got {got}")
-    if indices.ndim != 3:
-        raise ValueError(f"{op}: indices must be (B, N, R), got {tuple(indices.shape)}")
+    _INDICES.check(op, indices)
     if can_look(indices):
         wrong = indices[(indices < -1) | (indices >= S)]
         if wrong.numel() > 0:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from jaxtyping import Float, Int
 from mezzo_core.ops.checks import check_floating
 from mezzo_core.ops.impl import Impl
-from mezzo_core.ops.packed import check_borders, check_cu_seqlens
+from mezzo_core.ops.packed import check_borders, count_sequences
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
@@ -109,11 +109,9 @@ def _prepare(
     check_floating(op, "s", s)
     check_inputs(op, q, k, v, None, s, scale, "softmax", sizes="(B, T, HQ, K)")
     check_reading(op, reading)
-    S = q.shape[0]
+    S = count_sequences(op, cu_seqlens, q)
     if cu_seqlens is not None:
-        check_cu_seqlens(op, cu_seqlens, q)
         check_borders(op, cu_seqlens, q.shape[1])
-        S = cu_seqlens.shape[0] - 1
     slots, dtype = (S, *s.shape[2:]), accumulation_dtype(q.dtype)
     s = _without_gradient_of_nothing(s.to(dtype))
     if initial_state is None:

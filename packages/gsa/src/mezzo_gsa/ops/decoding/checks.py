@@ -1,11 +1,12 @@
 """Checks of heads, of states, and of decoding in place, for all ops of the family."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from mezzo_core.ops.checks import check_floating, check_number
 from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.ops.shapes import Shapes, check_heads, check_one_dtype
 from torch import Tensor
 
 
@@ -63,48 +64,24 @@ def check_parts(
         check(op, f"{name}.{field}", part, shape, x)
 
 
-def check_heads(
-    op: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    others: Mapping[str, Tensor],
-    scale: float,
-    *,
-    sizes: str,
-) -> None:
-    """Raise a ValueError or TypeError that names the argument which does not fit the others.
+def head_shapes(**gates: str) -> dict[str, Shapes]:
+    """Return the shapes of q, k, v and what each head gets beside them, by the axes of q.
 
-    `sizes` names the axes of q in messages. k, v and `others`, by their names, share all of these
-    but the last two, and have as many heads as k, which divide those of q.
+    The axes are "(B, T, HQ, K)", and in a step "(B, HQ, K)".
     """
-    named = {"q": q, "k": k, "v": v, **others}
-    for name, x in named.items():
-        check_floating(op, name, x)
+    found = {}
+    for axes in ("B T", "B"):
+        shapes = {"q": "HQ K", "k": "H K", "v": "H V", **gates}
+        named = {name: f"{axes} {shape}" for name, shape in shapes.items()}
+        found[f"({', '.join((*axes.split(), 'HQ', 'K'))})"] = Shapes(**named, filled="HQ H K V M")
+    return found
+
+
+def check_inputs(
+    op: str, shapes: Shapes, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor | None, scale: Any
+) -> None:
+    """Raise a ValueError or TypeError that names the argument which does not fit the others."""
+    shapes.check(op, q, k, v, *gates)
+    check_one_dtype(op, q=q, k=k, v=v)
+    check_heads(op, q.shape[-2], k.shape[-2])
     check_number(op, "scale", scale)
-    if q.ndim != sizes.count(",") + 1:
-        raise ValueError(f"{op}: q must be {sizes}, got {tuple(q.shape)}")
-    *axes, HQ, K = q.shape
-    H = k.shape[-2] if k.ndim == q.ndim else 0
-    if not H or not HQ or HQ % H or k.shape != (*axes, H, K):
-        raise ValueError(
-            f"{op}: k must be ({_listed(axes)}, H, {K}) with H a divisor of {HQ}, "
-            f"got {tuple(k.shape)}"
-        )
-    for name, x in named.items():
-        if name not in ("q", "k") and (x.ndim != q.ndim or x.shape[:-1] != k.shape[:-1]):
-            width = "V" if name == "v" else "..."
-            raise ValueError(
-                f"{op}: {name} must be ({_listed(axes)}, {H}, {width}), got {tuple(x.shape)}"
-            )
-        if x.device != q.device:
-            raise ValueError(f"{op}: {name} is on {x.device}, q on {q.device}")
-        if not x.shape[-1]:
-            raise ValueError(f"{op}: the last size of {name} must not be 0: {tuple(x.shape)}")
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise TypeError(f"{op}: {name} must have the dtype of q, {q.dtype}, got {x.dtype}")
-
-
-def _listed(axes: Sequence[int]) -> str:
-    return ", ".join(map(str, axes))  # for messages only: torch.compile cannot trace str(size)

@@ -3,16 +3,20 @@
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from mezzo_core.ops.checks import check_floating, check_number
+from mezzo_core.ops.checks import check_number
+from mezzo_core.ops.shapes import Shapes
 from mezzo_core.positions import RopeScaling
 from torch import Tensor
 
-from mezzo_gsa.ops.decoding.checks import check_heads
+from mezzo_gsa.ops.decoding import checks
 
 StepMap = Literal["relu", "swish"]
 
 MAX_K, MAX_V = 512, 1024
 """The widest heads that the kernels support."""
+
+_SHAPES = {name: checks.head_shapes(**{name: "H M"}) for name in ("g", "gates")}
+_LOG_BOUNDS = Shapes(log_bounds="two channels")
 
 
 class LayerForm(NamedTuple):
@@ -58,12 +62,7 @@ def check_form(op: str, form: Any) -> None:
 
 def check_log_bounds(op: str, log_bounds: Any, channels: int, device: torch.device) -> None:
     """Raise a ValueError or TypeError unless these are log β and log(1 - β) of each channel."""
-    check_floating(op, "log_bounds", log_bounds)
-    if log_bounds.shape != (2, channels) or log_bounds.device != device:
-        raise ValueError(
-            f"{op}: log_bounds must be {(2, channels)} on {device}, "
-            f"got {tuple(log_bounds.shape)} on {log_bounds.device}"
-        )
+    _LOG_BOUNDS.check(op, log_bounds, device=device, channels=channels, two=2)
 
 
 def check_inputs(
@@ -82,7 +81,7 @@ def check_inputs(
     `sizes` names the axes of q in messages; all tensors share the first ones. `gates` is the name
     of g in messages.
     """
-    check_heads(op, q, k, v, {gates: g}, scale, sizes=sizes)
+    checks.check_inputs(op, _SHAPES[gates][sizes], q, k, v, g, scale=scale)
     if g.shape[-1] not in (k.shape[-1], 1):
         raise ValueError(
             f"{op}: {gates} must be {tuple(k.shape)} or {(*k.shape[:-1], 1)}, got {tuple(g.shape)}"

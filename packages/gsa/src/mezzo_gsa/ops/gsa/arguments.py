@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from jaxtyping import Float
 from mezzo_core.ops.checks import check_floating, check_number, check_size
-from mezzo_core.ops.packed import check_cu_seqlens
+from mezzo_core.ops.packed import count_sequences
 from torch import Tensor
 
 from mezzo_gsa.ops.decoding import checks
@@ -17,6 +17,8 @@ Keep = Literal["nothing", "weights", "states"]
 """What a forward saves for the backward: "nothing" (there will be no backward), "weights" (the
 weights of the slots), or "states" (also the memories at the chunks' borders, which the backward
 otherwise computes again)."""
+
+_SHAPES = checks.head_shapes(g="H M | None", s="H M | None")
 
 
 class GSAState(NamedTuple):
@@ -126,10 +128,7 @@ def check_inputs(
     gates = s if g is None else g
     if gates is None:
         raise ValueError(f"{op}: g or s must be given, got neither")
-    others = {name: x for name, x in (("g", g), ("s", s)) if x is not None}
-    checks.check_heads(op, q, k, v, others, scale, sizes=sizes)
-    if s is not None and s.shape != gates.shape:
-        raise ValueError(f"{op}: s must be {tuple(gates.shape)}, got {tuple(s.shape)}")
+    checks.check_inputs(op, _SHAPES[sizes], q, k, v, g, s, scale=scale)
     return gates
 
 
@@ -168,10 +167,7 @@ def check_state(
     cu_seqlens: Tensor | None,
 ) -> None:
     """Raise an error if the borders are invalid, or the state does not fit the inputs."""
-    num_states = q.shape[0]
-    if cu_seqlens is not None:
-        check_cu_seqlens(op, cu_seqlens, q)
-        num_states = cu_seqlens.shape[0] - 1
+    num_states = count_sequences(op, cu_seqlens, q)
     if state is not None:
         slots = (num_states, *gates.shape[2:])
         shapes = [(*slots, x.shape[3]) for x in (k, v)]

@@ -4,8 +4,9 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from mezzo_core.ops.checks import check_floating, check_number
+from mezzo_core.ops.checks import check_number
 from mezzo_core.ops.impl import Impl, resolve_impl
+from mezzo_core.ops.shapes import Shapes
 from torch import Tensor
 
 from mezzo_gsa.ops.norms.op import differentiable_gated_norm
@@ -13,6 +14,7 @@ from mezzo_gsa.ops.norms.reference import gated_norm_reference
 
 MAX_WIDTH = 8192
 """The widest rows that the kernels support."""
+_SHAPES = Shapes(o="... D", weight="D | None", z="... D | None")
 
 
 def gated_norm(
@@ -55,17 +57,8 @@ def gated_norm(
 
 
 def _check(o: Any, weight: Any, eps: Any, z: Any) -> None:
-    check_floating("gated_norm", "o", o)
     check_number("gated_norm", "eps", eps, positive=True)
-    for name, x, shape in (("weight", weight, o.shape[-1:]), ("z", z, o.shape)):
-        if x is None:
-            continue
-        check_floating("gated_norm", name, x)
-        if x.shape != shape or x.device != o.device:
-            raise ValueError(
-                f"gated_norm: {name} must be {tuple(shape)} on {o.device}, "
-                f"got {tuple(x.shape)} on {x.device}"
-            )
+    _SHAPES.check("gated_norm", o, weight, z)
     if weight is None and z is not None:
         raise ValueError("gated_norm: z goes with a weight")
 

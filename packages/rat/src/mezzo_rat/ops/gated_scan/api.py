@@ -4,14 +4,18 @@ from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from mezzo_core.ops.checks import check_floating, check_lengths
+from mezzo_core.ops.checks import check_lengths
 from mezzo_core.ops.impl import Impl, resolve_impl
-from mezzo_core.ops.packed import check_borders, check_cu_seqlens
+from mezzo_core.ops.packed import check_borders, count_sequences
 from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.ops.shapes import Shapes
 from torch import Tensor
 
 from mezzo_rat.ops.gated_scan.op import differentiable_gated_scan
 from mezzo_rat.ops.gated_scan.reference import gated_scan_reference
+
+_PROJECTION = Shapes(zvg="B T W", filled="W")
+_SHAPES = Shapes(zvg="B T W", gate_bias="C | None", initial_state="S C | None")
 
 
 class GatedScanOutput(NamedTuple):
@@ -89,24 +93,11 @@ def _check(
     cu_seqlens: Tensor | None,
     lengths: Tensor | None,
 ) -> None:
-    check_floating("gated_scan", "zvg", zvg)
-    if zvg.ndim != 3 or zvg.shape[2] % 3 or zvg.shape[2] < 1:
+    W = _PROJECTION.check("gated_scan", zvg)["W"]
+    if W % 3:
         raise ValueError(f"gated_scan: zvg must be (B, T, 3C), got {tuple(zvg.shape)}")
-    C, num_states = zvg.shape[2] // 3, zvg.shape[0]
-    if cu_seqlens is not None:
-        check_cu_seqlens("gated_scan", cu_seqlens, zvg)
-        num_states = cu_seqlens.shape[0] - 1
-    for name, value, shape in (
-        ("gate_bias", gate_bias, (C,)),
-        ("initial_state", initial_state, (num_states, C)),
-    ):
-        if value is None:
-            continue
-        check_floating("gated_scan", name, value)
-        if value.shape != shape:
-            raise ValueError(f"gated_scan: {name} must be {shape}, got {tuple(value.shape)}")
-        if value.device != zvg.device:
-            raise ValueError(f"gated_scan: {name} is on {value.device}, zvg on {zvg.device}")
+    S = count_sequences("gated_scan", cu_seqlens, zvg)
+    _SHAPES.check("gated_scan", zvg, gate_bias, initial_state, C=W // 3, S=S)
     if lengths is not None:
         if cu_seqlens is not None:
             raise ValueError("gated_scan: lengths and cu_seqlens exclude each other")

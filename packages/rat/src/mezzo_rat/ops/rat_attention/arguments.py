@@ -6,6 +6,7 @@ import torch
 from mezzo_core.ops.checks import check_floating, check_lengths, check_number, check_size
 from mezzo_core.ops.packed import check_cu_seqlens
 from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.ops.shapes import Shapes, check_one_dtype
 from mezzo_core.positions import apply_rope, rope_angles
 from torch import Tensor
 
@@ -16,6 +17,17 @@ HEAD_DIMS = (32, 64, 128, 256)
 
 LONGEST = 2**31 - 1
 """The longest chunk that kernels can count in 32 bits; no row has more tokens."""
+
+_SHAPES = Shapes(
+    v="B T H D",
+    q="B T G D",
+    k="B T G D",
+    g="B T H D",
+    z="B T H D | None",
+    gate_bias="H D | None",
+    filled="H G D",
+)
+_STATE = Shapes(k="B H D", v="B H D", k_ends="B N H D", v_ends="B N H D", lengths="int64: B")
 
 
 class Form(NamedTuple):
@@ -172,28 +184,12 @@ def _check_form(
     rope_base: float,
     scale: float | None,
 ) -> Form:
-    z, v, g, q, k = parts.z, parts.v, parts.g, parts.q, parts.k
-    given = {"q": q, "k": k, "v": v, "g": g, "z": z, "gate_bias": gate_bias}
-    for name, x in given.items():
-        if x is not None or name in ("q", "k", "v", "g"):
-            check_floating(op, name, x)
-    if v.ndim != 4 or 0 in v.shape[2:]:
-        raise ValueError(f"{op}: v must be (B, T, H, D), H, D >= 1, got {tuple(v.shape)}")
-    B, T, H, D = v.shape
-    if q.ndim != 4 or (*q.shape[:2], q.shape[3]) != (B, T, D) or q.shape[2] < 1 or H % q.shape[2]:
-        raise ValueError(
-            f"{op}: q must be ({B}, {T}, G, {D}) with G a divisor of {H}, got {tuple(q.shape)}"
-        )
-    shapes = {"k": q.shape, "g": v.shape, "z": v.shape, "gate_bias": v.shape[2:]}
-    for name, x in given.items():
-        if x is None:
-            continue
-        if name in shapes and x.shape != shapes[name]:
-            raise ValueError(f"{op}: {name} must be {tuple(shapes[name])}, got {tuple(x.shape)}")
-        if x.device != v.device:
-            raise ValueError(f"{op}: {name} is on {x.device}, other inputs on {v.device}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"{op}: q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    z, v, g, q, k = parts
+    sizes = _SHAPES.check(op, v, q, k, g, z, gate_bias)
+    H, G, D = sizes["H"], sizes["G"], sizes["D"]
+    if H % G:
+        raise ValueError(f"{op}: the groups of q must divide the {H} heads of v, got {G}")
+    check_one_dtype(op, q=q, k=k, v=v)
     check_numbers(op, chunk_size, rope, rope_base)
     if rope is not None and D % 2:
         raise ValueError(f"{op}: rope needs an even head dimension D, got {D}")
@@ -201,7 +197,7 @@ def _check_form(
         check_number(op, "scale", scale)
     scale = D**-0.5 if scale is None else scale
     L = min(chunk_size, LONGEST)
-    return Form(H, q.shape[2], z is not None, L, rope, rope_base, scale)
+    return Form(H, G, z is not None, L, rope, rope_base, scale)
 
 
 def check_numbers(op: str, chunk_size: Any, rope: Any, rope_base: Any) -> None:
@@ -241,24 +237,7 @@ def check_state(op: str, argument: str, state: RATState, v: Tensor, form: Form) 
     if not isinstance(state, RATState):
         raise TypeError(f"{op}: {argument} must be a RATState, got {type(state).__name__}")
     B, _, H, D = v.shape
-    for name in ("k", "v", "k_ends", "v_ends"):
-        check_floating(op, f"{argument}.{name}", getattr(state, name))
-    if not isinstance(state.lengths, Tensor) or state.lengths.dtype != torch.int64:
-        got = getattr(state.lengths, "dtype", type(state.lengths).__name__)
-        raise TypeError(f"{op}: {argument}.lengths must be an int64 tensor, got {got}")
-    ends = state.k_ends
-    for name, shape in (("k", (B, H, D)), ("v", (B, H, D)), ("lengths", (B,))):
-        got = tuple(getattr(state, name).shape)
-        if got != shape:
-            raise ValueError(f"{op}: {argument}.{name} must be {shape}, got {got}")
-    if ends.ndim != 4 or ends.shape != (B, ends.shape[1], H, D) or state.v_ends.shape != ends.shape:
-        raise ValueError(
-            f"{op}: {argument}.k_ends and {argument}.v_ends must be ({B}, N, {H}, {D}), "
-            f"got {tuple(ends.shape)} and {tuple(state.v_ends.shape)}"
-        )
-    for name, field in zip(RATState._fields, state, strict=True):
-        if field.device != v.device:
-            raise ValueError(f"{op}: {argument}.{name} must be on {v.device}, got {field.device}")
+    _STATE.check(op, *state, of=f"{argument}.", device=v.device, B=B, H=H, D=D)
     check_slots(op, argument, state, form.chunk_size)
 
 

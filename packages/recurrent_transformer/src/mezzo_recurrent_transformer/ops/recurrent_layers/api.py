@@ -4,17 +4,12 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from jaxtyping import Float, Int
-from mezzo_core.ops.checks import (
-    check_counts,
-    check_floating,
-    check_lengths,
-    check_number,
-    check_size,
-)
+from mezzo_core.ops.checks import check_counts, check_lengths, check_number, check_size
 from mezzo_core.ops.impl import triton_runs_on
 from mezzo_core.ops.packed import check_borders, check_cu_seqlens
 from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype, autocast_dtype
+from mezzo_core.ops.shapes import Shapes, check_one_dtype
 from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form, LayerWeights, Norm, Past
@@ -25,6 +20,15 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.reference import recurrent
 OP = "recurrent_layers"
 RecurrentImpl = Literal["auto", "reference", "eager", "triton"]
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_INPUT, _SLOPES = Shapes(x="B T C", filled="C"), Shapes(alibi_slopes="H")
+_WEIGHTS = Shapes(
+    **dict.fromkeys(("wq", "wk", "wv", "wo"), "n C C"),
+    up="n F C",
+    down="n C F",
+    **dict.fromkeys(("n1", "n2", "q_norm", "k_norm"), "n C | None"),
+    filled="n",
+)
+_PAST = Shapes(k="n B S H D", v="n B S H D", lengths="int64: B")
 
 
 class RecurrentOutput(NamedTuple):
@@ -147,11 +151,9 @@ def _resolve(impl: Any, x: Tensor, dtype: torch.dtype, num_heads: int) -> str:
 def _checked_form(
     x: Any, num_heads: Any, scale: Any, norm: Norm, eps: Any, persistent: Any, block_size: Any
 ) -> Form:
-    check_floating(OP, "x", x)
-    if x.ndim != 3:
-        raise ValueError(f"{OP}: x must be (B, T, C), got {tuple(x.shape)}")
+    _INPUT.check(OP, x)
     check_size(OP, "num_heads", num_heads)
-    if x.shape[2] < 1 or x.shape[2] % num_heads:
+    if x.shape[2] % num_heads:
         raise ValueError(f"{OP}: num_heads must divide C = {x.shape[2]}, got {num_heads}")
     check_number(OP, "residual_scale", scale)
     if norm not in get_args(Norm):
@@ -167,48 +169,20 @@ def _checked_weights(weights: Any, x: Tensor, norm: Norm) -> LayerWeights:
     """Check all weights; return them without those of norms if there are no norms."""
     if not isinstance(weights, LayerWeights):
         raise TypeError(f"{OP}: weights must be LayerWeights, got {type(weights).__name__}")
-    C = x.shape[2]
-    for name in ("wq", "up"):
-        check_floating(OP, f"weights.{name}", getattr(weights, name))
-        if getattr(weights, name).ndim != 3:
-            raise ValueError(
-                f"{OP}: weights.{name} must have 3 axes, got {tuple(getattr(weights, name).shape)}"
-            )
-    n, F = weights.wq.shape[0], weights.up.shape[1]
-    if n < 1:
-        raise ValueError(f"{OP}: weights must be of at least one layer")
-    square, vector = (n, C, C), (n, C)
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(("wq", "wk", "wv", "wo"), square)
-    shapes |= {"up": (n, F, C), "down": (n, C, F)}
-    shapes |= dict.fromkeys(("n1", "n2", "q_norm", "k_norm"), vector)
-    for name, shape in shapes.items():
-        weight = getattr(weights, name)
-        if shape == vector and norm == "none":
-            if weight is not None:
-                raise ValueError(f'{OP}: weights.{name} must be None with norm "none"')
-            continue
-        check_floating(OP, f"weights.{name}", weight)
-        if weight.shape != shape:
-            raise ValueError(f"{OP}: weights.{name} must be {shape}, got {tuple(weight.shape)}")
-        if weight.device != x.device:
-            raise ValueError(f"{OP}: weights.{name} is on {weight.device}, x on {x.device}")
-        if shape != vector and weight.dtype != weights.wq.dtype:
-            raise TypeError(
-                f"{OP}: weights.{name} must have the dtype of weights.wq, {weights.wq.dtype}, "
-                f"got {weight.dtype}"
-            )
+    _WEIGHTS.check(OP, *weights, of="weights.", device=x.device, C=x.shape[2])
+    for name in ("n1", "n2", "q_norm", "k_norm"):
+        if (getattr(weights, name) is None) != (norm == "none"):
+            must = "must" if norm == "none" else "must not"
+            raise ValueError(f'{OP}: weights.{name} {must} be None with norm "{norm}"')
+    wq, wk, wv, wo, up, down, *_ = weights
+    check_one_dtype(OP, wq=wq, wk=wk, wv=wv, wo=wo, up=up, down=down)
     return weights
 
 
 def _checked_slopes(slopes: Any, x: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
     if slopes is None:
         return torch.zeros(num_heads, dtype=dtype, device=x.device)
-    check_floating(OP, "alibi_slopes", slopes)
-    if slopes.shape != (num_heads,) or slopes.device != x.device:
-        raise ValueError(
-            f"{OP}: alibi_slopes must be ({num_heads},) on {x.device}, "
-            f"got {tuple(slopes.shape)} on {slopes.device}"
-        )
+    _SLOPES.check(OP, slopes, device=x.device, H=num_heads)
     if slopes.requires_grad and torch.is_grad_enabled():
         raise ValueError(f"{OP}: alibi_slopes has no gradient: detach it")
     return slopes.to(dtype)
@@ -222,19 +196,6 @@ def _check_past(past: Any, x: Tensor, weights: LayerWeights, form: Form) -> None
     if form.block_size != 1:
         raise ValueError(f"{OP}: a past needs block_size 1, got {form.block_size}")
     (B, _, C), H = x.shape, form.num_heads
-    for name, value in (("past.k", past.k), ("past.v", past.v)):
-        check_floating(OP, name, value)
-        sizes = (weights.wq.shape[0], B, past.k.shape[2] if past.k.ndim == 5 else 0, H, C // H)
-        if value.shape != sizes or value.device != x.device:
-            raise ValueError(
-                f"{OP}: {name} must be (n, B, S, H, D) = {sizes} on {x.device}, "
-                f"got {tuple(value.shape)} on {value.device}"
-            )
-    if not isinstance(past.lengths, Tensor) or past.lengths.dtype != torch.int64:
-        raise TypeError(f"{OP}: past.lengths must be an int64 tensor")
-    if past.lengths.shape != (B,) or past.lengths.device != x.device:
-        raise ValueError(
-            f"{OP}: past.lengths must be ({B},) on {x.device}, "
-            f"got {tuple(past.lengths.shape)} on {past.lengths.device}"
-        )
+    sizes = {"n": len(weights.wq), "B": B, "H": H, "D": C // H}
+    _PAST.check(OP, *past, of="past.", device=x.device, **sizes)
     check_counts(OP, "past.lengths", past.lengths, "S", past.k.shape[2])
