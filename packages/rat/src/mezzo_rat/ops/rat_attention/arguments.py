@@ -170,20 +170,6 @@ def check_request(
     cu_seqlens: Tensor | None = None,
 ) -> Request:
     """Check the arguments of a call, and return them with the default scale filled in."""
-    form = _check_form(op, parts, gate_bias, chunk_size, rope, rope_base, scale)
-    _check_rows(op, parts.v, form, initial_state, lengths, cu_seqlens)
-    return Request(parts, gate_bias, form, initial_state, lengths, cu_seqlens)
-
-
-def _check_form(
-    op: str,
-    parts: Parts,
-    gate_bias: Tensor | None,
-    chunk_size: int,
-    rope: Literal["chunk", "token"] | None,
-    rope_base: float,
-    scale: float | None,
-) -> Form:
     z, v, g, q, k = parts
     sizes = _SHAPES.check(op, v, q, k, g, z, gate_bias)
     H, G, D = sizes["H"], sizes["G"], sizes["D"]
@@ -196,27 +182,7 @@ def _check_form(
     if scale is not None:
         check_number(op, "scale", scale)
     scale = D**-0.5 if scale is None else scale
-    L = min(chunk_size, LONGEST)
-    return Form(H, G, z is not None, L, rope, rope_base, scale)
-
-
-def check_numbers(op: str, chunk_size: Any, rope: Any, rope_base: Any) -> None:
-    """Check the chunk size and the options of RoPE; the mixer uses this check too."""
-    check_size(op, "chunk_size", chunk_size)
-    if rope not in ("chunk", "token", None):
-        raise ValueError(f'{op}: rope must be "chunk", "token" or None, got {rope!r}')
-    check_number(op, "rope_base", rope_base, positive=True)
-
-
-def _check_rows(
-    op: str,
-    v: Tensor,
-    form: Form,
-    initial_state: RATState | None,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> None:
-    """Check the state, the lengths and the packing borders against the rows of v."""
+    form = Form(H, G, z is not None, min(chunk_size, LONGEST), rope, rope_base, scale)
     if initial_state is not None:
         check_state(op, "initial_state", initial_state, v, form)
     if lengths is not None:
@@ -230,6 +196,15 @@ def _check_rows(
                 "packed rows do not continue"
             )
         check_cu_seqlens(op, cu_seqlens, v)
+    return Request(parts, gate_bias, form, initial_state, lengths, cu_seqlens)
+
+
+def check_numbers(op: str, chunk_size: Any, rope: Any, rope_base: Any) -> None:
+    """Check the chunk size and the options of RoPE; the mixer uses this check too."""
+    check_size(op, "chunk_size", chunk_size)
+    if rope not in ("chunk", "token", None):
+        raise ValueError(f'{op}: rope must be "chunk", "token" or None, got {rope!r}')
+    check_number(op, "rope_base", rope_base, positive=True)
 
 
 def check_state(op: str, argument: str, state: RATState, v: Tensor, form: Form) -> None:
