@@ -1,7 +1,5 @@
 """The public ops of ABC: from raw scores to GSA's form by chunks, which has the kernels."""
 
-from collections.abc import Callable
-
 from jaxtyping import Float, Int
 from mezzo_core.ops.checks import check_floating
 from mezzo_core.ops.impl import Impl
@@ -127,16 +125,4 @@ def _without_gradient_of_nothing(scores: Tensor) -> Tensor:
     return scores.masked_fill(scores == float("-inf"), float("-inf"))
 
 
-def _eager(
-    inputs: list[Tensor],
-    states: list[Tensor],
-    cu_seqlens: Tensor | None,
-    scale: float,
-    reading: str,
-) -> list[Tensor]:
-    run: Callable[..., tuple[Tensor, ABCState]] = recurrent_abc_reference
-    out, last = run(*inputs, scale, reading, ABCState(*states), cu_seqlens)
-    return [out, *last]
-
-
-_recurrent = eager_op("recurrent_abc", _eager)
+_recurrent = eager_op("recurrent_abc", recurrent_abc_reference, ABCState)

@@ -17,18 +17,25 @@ from torch import Tensor
 
 EagerForm = Callable[[list[Tensor], list[Tensor], Tensor | None, float, str], list[Tensor]]
 """Its arguments: [q, k, v, ...] of at least one token, the states before the first token, the
-borders of packed sequences, the scale of q, and the function between two passes ("none" for GLA).
-Its results: out (B, T, HQ, V) and the last states."""
+borders of packed sequences, the scale of q, and the function between two passes or the reading of
+the paper ("" for GLA). Its results: out (B, T, HQ, V) and the last states."""
 
 ARGUMENTS = "Tensor[] inputs, Tensor[] states, Tensor? cu_seqlens, float scale, str between"
 
 
-def eager_op(name: str, form: EagerForm) -> EagerForm:
-    """Return `form` without autocast and with a check of the borders; one op in compiled graphs.
+def eager_op(
+    name: str, compute: Callable[..., tuple[Tensor, Any]], state_type: Any = None
+) -> EagerForm:
+    """Return `compute` without autocast and with a check of the borders; one op in compiled graphs.
 
-    The op's backward runs the form again, and differentiates that run by autograd.
+    The op's backward runs it again, and differentiates that run by autograd.
+
+    Args:
+        name: of the op.
+        compute: takes the inputs, scale and between (unless it is ""), the state and the borders.
+        state_type: the named tuple of the states; None: there is one state, a tensor.
     """
-    run = partial(_run, name, form)
+    run = partial(_run, name, compute, state_type)
 
     def forward(*arguments: Any) -> list[Tensor]:
         return [_fresh(x) for x in run(*arguments)]
@@ -72,7 +79,8 @@ def eager_op(name: str, form: EagerForm) -> EagerForm:
 
 def _run(
     name: str,
-    form: EagerForm,
+    compute: Callable[..., tuple[Tensor, Any]],
+    state_type: Any,
     inputs: list[Tensor],
     states: list[Tensor],
     cu_seqlens: Tensor | None,
@@ -85,7 +93,10 @@ def _run(
         return [_outputs(inputs).zero_() + sum(x.sum() for x in inputs), *states]
     # Autocast would compute the products of float32 states in 16 bits.
     with without_autocast(inputs[0].device):
-        return form(inputs, states, cu_seqlens, scale, between)
+        state = state_type(*states) if state_type else states[0]
+        words = (between,) if between else ()
+        out, last = compute(*inputs, scale, *words, state, cu_seqlens)
+    return [out, *last] if state_type else [out, last]
 
 
 def _gradients(

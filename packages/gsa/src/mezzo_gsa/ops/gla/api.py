@@ -1,6 +1,5 @@
 """The public ops of gated linear attention: they check arguments and choose an implementation."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxtyping import Float, Int
@@ -10,7 +9,7 @@ from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
 from mezzo_gsa.ops.decoding.checks import check_state
-from mezzo_gsa.ops.eager.op import EagerForm, eager_op
+from mezzo_gsa.ops.eager.op import eager_op
 from mezzo_gsa.ops.gla.arguments import check_inputs, unsupported
 from mezzo_gsa.ops.gla.chunked import chunk_gla_reference
 from mezzo_gsa.ops.gla.op import differentiable_gla
@@ -44,7 +43,7 @@ def recurrent_gla(
     """
     g, state = _prepare("recurrent_gla", q, k, v, g, scale, initial_state, cu_seqlens)
     state = _zeros(k, v, g, cu_seqlens) if state is None else state
-    return GLAOutput(*_recurrent([q, k, v, g], [state], cu_seqlens, scale, "none"))
+    return GLAOutput(*_recurrent([q, k, v, g], [state], cu_seqlens, scale, ""))
 
 
 def chunk_gla(
@@ -94,7 +93,7 @@ def chunk_gla(
     if resolve_impl("chunk_gla", impl, q.device, unsupported(q, v)) == "triton":
         return GLAOutput(*differentiable_gla(q, k, v, g, state, cu_seqlens, scale))
     state = _zeros(k, v, g, cu_seqlens) if state is None else state
-    return GLAOutput(*_chunked([q, k, v, g], [state], cu_seqlens, scale, "none"))
+    return GLAOutput(*_chunked([q, k, v, g], [state], cu_seqlens, scale, ""))
 
 
 def _prepare(
@@ -128,16 +127,5 @@ def _zeros(k: Tensor, v: Tensor, g: Tensor, cu_seqlens: Tensor | None) -> Tensor
     return g.new_zeros(_state_shape(k, v, cu_seqlens))
 
 
-def _eager(name: str, compute: Callable[..., tuple[Tensor, Tensor]]) -> EagerForm:
-    """Register a form in eager PyTorch by `eager_op`, and adapt its arguments to it."""
-
-    def run(
-        inputs: list[Tensor], states: list[Tensor], cu_seqlens: Tensor | None, scale: float, _: str
-    ) -> list[Tensor]:
-        return [*compute(*inputs, scale, *states, cu_seqlens)]
-
-    return eager_op(name, run)
-
-
-_recurrent = _eager("recurrent_gla", recurrent_gla_reference)
-_chunked = _eager("chunk_gla", chunk_gla_reference)
+_recurrent = eager_op("recurrent_gla", recurrent_gla_reference)
+_chunked = eager_op("chunk_gla", chunk_gla_reference)

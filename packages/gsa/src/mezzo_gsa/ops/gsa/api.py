@@ -3,7 +3,6 @@
 They check their arguments, fill in defaults, and choose an implementation.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -269,21 +268,5 @@ def _by_eager(
     return GSAOutput(out, GSAState(*last))
 
 
-def _eager(name: str, compute: Callable[..., tuple[Tensor, GSAState]]) -> EagerForm:
-    """Register a form in eager PyTorch by `eager_op`, and adapt its arguments to it."""
-
-    def run(
-        inputs: list[Tensor],
-        states: list[Tensor],
-        cu_seqlens: Tensor | None,
-        scale: float,
-        between: str,
-    ) -> list[Tensor]:
-        out, last = compute(*inputs, scale, between, GSAState(*states), cu_seqlens)
-        return [out, *last]
-
-    return eager_op(name, run)
-
-
-_recurrent = _eager("recurrent_gsa", recurrent_gsa_reference)
-_chunked = _eager("chunk_gsa", chunked_gsa)
+_recurrent = eager_op("recurrent_gsa", recurrent_gsa_reference, GSAState)
+_chunked = eager_op("chunk_gsa", chunked_gsa, GSAState)
