@@ -32,6 +32,7 @@ from mezzo_core.train.config import TrainConfig
 
 PUBLISHED = """
 [paper]
+authors = ["A"]
 title = "A paper"
 [[table]]
 id = "p.table1"

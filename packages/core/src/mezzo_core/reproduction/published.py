@@ -12,14 +12,10 @@ Such a file has the paper's numbers, none of ours. Its rules are:
   has `ours` of a set-up: where its `recipe` has the value (see `beside`), "" if it has none.
 """
 
-import dataclasses
 import sys
-from collections import Counter
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
-
-from mezzo_core.errors import UserError
+from typing import Any
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -107,9 +103,6 @@ class Claim:
         return dict(zip(self.labels, self.values, strict=True))
 
 
-Record = TypeVar("Record", Row, Table, Claim)
-
-
 @dataclass(frozen=True)
 class Published:
     """A paper's tables and claims, in the order of the file."""
@@ -131,66 +124,35 @@ def load_published(path: Path) -> Published:
     """Read a `published.toml`.
 
     Raises:
-        UserError: if the file is missing or breaks a rule of this module; the message names the
-            table or claim.
+        ValueError: if it is not TOML, or breaks a rule of this module; the message names the table
+            or claim.
+        TypeError: if a table or claim lacks a key, or has an unknown one, which is named.
     """
-    try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"), parse_float=Printed)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from error
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path}: not TOML: {error}") from error
-    paper = {"title": path.stem, **content.get("paper", {})}
-    if isinstance(paper.get("authors"), list):
-        paper["authors"] = ", ".join(paper["authors"])
-    published = Published(
-        tables=tuple(map(_table, content.get("table", []))),
-        claims=tuple(map(_claim, content.get("claim", []))),
-        **{key: paper[key] for key in ("title", "authors", "code", "arxiv") if key in paper},
-    )
-    ids = Counter([each.id for each in published.tables] + [c.id for c in published.claims])
-    if repeated := sorted(id for id, count in ids.items() if count > 1):
-        raise UserError(f"{path}: ids used more than once: {', '.join(repeated)}")
-    return published
+    content = tomllib.loads(path.read_text(encoding="utf-8"), parse_float=Printed)
+    tables = tuple(map(_table, content.get("table", [])))
+    claims = tuple(Claim(**_read(Claim, each)) for each in content.get("claim", []))
+    for table in tables:
+        widths = {len(row.values) for row in table.rows} | {len(table.column_better)} - {0}
+        if widths != {len(table.columns)}:
+            raise ValueError(f"{table.id}: rows or column_better are not parallel to columns")
+    for claim in claims:
+        if {len(claim.labels), len(claim.ours)} - {0, len(claim.values)}:
+            raise ValueError(f"{claim.id}: labels or `ours` are not parallel to values")
+    if len({t.id for t in tables} | {c.id for c in claims}) < len(tables) + len(claims):
+        raise ValueError(f"{path}: an id is used more than once")
+    paper = content["paper"]
+    told = {key: paper[key] for key in ("code", "arxiv") if key in paper}
+    return Published(paper["title"], tables, claims, ", ".join(paper["authors"]), **told)
 
 
 def _table(entry: dict[str, Any]) -> Table:
-    where = entry.get("id", "a table")
-    table = _record(
-        Table, {**entry, "rows": [_row(row, where) for row in entry.get("rows", [])]}, where
-    )
-    width = len(table.columns)
-    for row in table.rows:
-        if len(row.values) != width:
-            raise UserError(f"{where}: {row.name} has {len(row.values)} values for {width} columns")
-    if len(table.column_better) not in (0, width):
-        raise UserError(f"{where}: column_better is not parallel to columns")
-    return table
+    names = {field.name for field in fields(Row)}  # what else a row has is for readers
+    rows = (Row(**_read(Row, {k: row[k] for k in names & row.keys()})) for row in entry["rows"])
+    return Table(**{**_read(Table, entry), "rows": tuple(rows)})
 
 
-def _row(entry: dict[str, Any], where: str) -> Row:
-    known = {f.name: entry[f.name] for f in dataclasses.fields(Row) if f.name in entry}
-    return _record(Row, known, f"{where}, a row")
-
-
-def _claim(entry: dict[str, Any]) -> Claim:
-    claim = _record(Claim, entry, entry.get("id", "a claim"))
-    for name, found in (("labels", claim.labels), ("of `ours`", claim.ours)):
-        if len(found) not in (0, len(claim.values)):
-            raise UserError(f"{claim.id}: {len(found)} {name} for {len(claim.values)} values")
-    return claim
-
-
-def _record(kind: type[Record], entry: dict[str, Any], where: str) -> Record:
-    """Build a row, table or claim, whose fields the keys must be; lists become tuples."""
-    known = {field.name: field for field in dataclasses.fields(kind)}
-    missing = sorted(n for n, f in known.items() if f.default is MISSING and n not in entry)
-    unknown = sorted(entry.keys() - known.keys() - FOR_READERS)
-    if unknown or missing:
-        raise UserError(f"{where}: unknown keys {unknown or 'none'}, missing {missing or 'none'}")
-    found: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in entry.items()
-        if name in known
-    }
-    return kind(**found)
+def _read(kind: type[Row | Table | Claim], entry: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of an entry, without what is for readers; lists become tuples."""
+    left_out = FOR_READERS - {field.name for field in fields(kind)}
+    known = {key: value for key, value in entry.items() if key not in left_out}
+    return {key: tuple(v) if isinstance(v, list) else v for key, v in known.items()}
