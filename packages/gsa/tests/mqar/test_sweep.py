@@ -30,11 +30,6 @@ TINY = SweepConfig(
     epochs=2,
 )
 
-AUTHORS = {
-    field: getattr(PROTOCOLS["authors"], field)
-    for field in ("protocol", "num_layers", "num_slots", "damping", "scale", "identity_mlp")
-}
-
 
 def tiny_model(name, **changes):
     torch.manual_seed(0)
@@ -45,7 +40,7 @@ def test_attention_alone_learns_positions_the_head_is_the_embedding_and_drops_ou
     task = replace(TASK, vocab_size=1009)
     for name in NAMES:
         model = tiny_model(name, task=task)
-        layers = model.stack.blocks[-TINY.num_layers :]
+        layers = model.stack.blocks[-2:]
         assert [layer.dropout.p for layer in layers] == [DROPOUT, 0]
         names = dict(model.named_parameters())
         assert ("stack.blocks.0.embed.weight" in names) == (name == "attention")
@@ -96,10 +91,10 @@ def test_gsa_is_that_of_the_authors():
 def test_a_sweep_of_other_models_says_so_and_does_not_go_on_in_the_same_file(tmp_path):
     config = replace(TINY, models=("gla",))
     plain = sweep(config, tmp_path, device="cpu")
-    assert "num_layers" not in plain.header.setting
+    assert "Here: " in plain.header.setting
     with pytest.raises(UserError, match="has another setting"):
-        sweep(replace(config, num_layers=1), tmp_path, device="cpu")
-    theirs = sweep(replace(config, **AUTHORS), tmp_path, device="cpu")
+        sweep(replace(config, epochs=1), tmp_path, device="cpu")
+    theirs = sweep(replace(config, protocol="authors"), tmp_path, device="cpu")
     assert theirs.path.name == "mqar_authors.json"
 
 
@@ -136,9 +131,6 @@ def test_the_whole_protocol_alone_is_the_papers_setting(whole):
     for change in (
         {"models": ("gsa",)},
         {"widths": (64,)},
-        {"num_layers": 3},
-        {"num_slots": 32},
-        {"damping": 12.0},
         {"task": replace(whole.task, random_non_queries=True)},
         {"skip_solved": True},
         {"task": replace(whole.task, train_pairs=(16, 64))},
@@ -156,9 +148,6 @@ def test_the_whole_protocol_alone_is_the_papers_setting(whole):
         ({"protocol": "author"}, "protocol must be one of .*, got 'author'"),
         ({"learning_rates": ()}, r"learning_rates must be at least one, got \(\)"),
         ({"epochs": 0}, "epochs must be at least 1, got 0"),
-        ({"num_layers": 0}, "num_layers must be at least 1, got 0"),
-        ({"scale": "head"}, "scale must be one of .*, got 'head'"),
-        ({"identity_mlp": 1}, "identity_mlp must be bool"),
     ],
 )
 def test_a_sweep_that_cannot_be_is_named(options, message):
@@ -172,8 +161,6 @@ def test_a_sweep_that_cannot_be_is_named(options, message):
         ({"models": ("gsa", "hgrn2"), "widths": (200,)}, "hgrn2 .* 200: head_dim must divide"),
         ({"widths": (0,)}, "d_model must be"),
         ({"learning_rates": (math.nan,)}, "lr must be above 0"),
-        ({"damping": 0.0}, "damping must be"),
-        ({"num_slots": 0.3}, "num_slots 0.3 of width 16 is 4.8, no whole number"),
         (
             {"models": ("hgrn2",), "protocol": "authors", "widths": (1,)},
             "hgrn2 cannot have width 1",
@@ -227,9 +214,8 @@ GIVEN = {
     "test_rows": "--test-rows 7",
     "seed": "--seed 0",
 }
-"""The option of each field of a sweep and of its task, but of those that make a protocol."""
-OF_PROTOCOLS = {"num_layers", "num_slots", "damping", "scale", "identity_mlp"}
-NO_OPTION = {"task", "protocol", "power", "random_non_queries", *OF_PROTOCOLS}
+"""The option of each field of a sweep and of its task."""
+NO_OPTION = {"task", "protocol", "power", "random_non_queries"}
 
 
 def test_each_option_of_the_command_replaces_its_part_of_the_protocol(monkeypatch):

@@ -27,25 +27,34 @@ from mezzo_gsa.retnet import RetNetConfig
 SOLVED = 0.99
 """A run ends when its accuracy is above this."""
 DROPOUT = 0.1  # of the embeddings
-GSA_HEADS = {"gsa": 4, "gsa_one_head": 1}  # four as in the paper's 1.3B model
-OTHERS: dict[str, dict[str, Callable[[int, float], MixerConfig]]] = {
+LAYERS = {"zoology": 2, "authors": 4}
+
+
+def _authors_gsa(num_heads: int, width: int) -> GSAConfig:
+    return GSAConfig(num_heads, num_slots=width // 4, damping=16.0, scale=None)
+
+
+MIXERS: dict[str, dict[str, Callable[[int, float], MixerConfig]]] = {
     "zoology": {
+        "attention": lambda width, bound: AttentionConfig(head_dim=width, rope_base=None),
+        "gsa": lambda width, bound: GSAConfig(4),  # heads as in the paper's 1.3B model
+        "gsa_one_head": lambda width, bound: GSAConfig(1),
         "gla": lambda width, bound: GLAConfig(num_heads=1),
         # Wider models have several heads: its state is head_dim * C whatever their number.
         "hgrn2": lambda width, bound: HGRN2Config(head_dim=min(width, 128), lower_bound=bound),
         "retnet": lambda width, bound: RetNetConfig(num_heads=1),
     },
     "authors": {
+        "attention": lambda width, bound: AttentionConfig(head_dim=width, rope_base=None),
+        "gsa": lambda width, bound: _authors_gsa(4, width),
+        "gsa_one_head": lambda width, bound: _authors_gsa(1, width),
         "gla": lambda width, bound: GLAConfig(num_heads=2, expand_k=1.0),
         "hgrn2": lambda width, bound: HGRN2Config(head_dim=width // 2),
         "retnet": lambda width, bound: RetNetConfig(num_heads=2),
     },
 }
-"""The baselines of each protocol, from the model's width and the lower bound of HGRN2's gates."""
-NAMES = {
-    name: PAPER_NAMES.get(name, "GSA, one head")
-    for name in ("attention", *GSA_HEADS, *OTHERS["zoology"])
-}
+"""The mixers of each protocol, from the model's width and the lower bound of HGRN2's gates."""
+NAMES = {name: PAPER_NAMES.get(name, "GSA, one head") for name in MIXERS["zoology"]}
 """The models, and what they are called in a result."""
 SETTINGS = {
     "zoology": (
@@ -96,15 +105,7 @@ class SweepConfig:
     compile: bool = False
     cuda_graph: bool = False
     protocol: Literal["zoology", "authors"] = "zoology"
-    """Whose baselines (`OTHERS`); a result is compared with this one of `PROTOCOLS`."""
-    num_layers: int = 2
-    num_slots: float = 64
-    """M of a head of GSA; a number below 1 is that share of C."""
-    damping: float = 8.0
-    scale: Literal["one", "head_width"] = "one"
-    """Of GSA's slot logits; "head_width" is D^-1/2."""
-    identity_mlp: bool = False
-    """See `MixerOnlyConfig`."""
+    """Whose layers (`LAYERS`, `MIXERS`); a result is compared with this one of `PROTOCOLS`."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -116,7 +117,6 @@ class SweepConfig:
             "learning_rates": (len(rates) > 0, "at least one"),
             "batch_size": (1 <= self.batch_size <= rows, f"from 1 to train_rows = {rows}"),
             "epochs": (self.epochs >= 1, "at least 1"),
-            "num_layers": (self.num_layers >= 1, "at least 1"),
         }
         check_rules(self, rules)
 
@@ -126,15 +126,12 @@ class SweepConfig:
         return "mqar" if self.protocol == "zoology" else f"mqar_{self.protocol}"
 
     def run(self, model: str, width: int, lr: float) -> TrainConfig:
-        """Return one training: the model's name in `NAMES`, the width C, the learning rate.
-
-        Raises:
-            UserError: if that share of the width is no number of slots.
-        """
+        """Return one training: the model's name in `NAMES`, the width C, the learning rate."""
         epoch = self.task.train_rows // self.batch_size
+        mixer, has_identity = MIXERS[self.protocol][model], self.protocol == "authors"
         first, *others = (
-            MixerOnlyConfig(self._mixer(model, width, bound), identity_mlp=self.identity_mlp)
-            for bound in lower_bounds(self.num_layers)
+            MixerOnlyConfig(mixer(width, bound), identity_mlp=has_identity)
+            for bound in lower_bounds(LAYERS[self.protocol])
         )
         blocks: tuple[BlockConfig, ...] = (replace(first, dropout=DROPOUT), *others)
         if model == "attention":
@@ -156,19 +153,6 @@ class SweepConfig:
             compile=self.compile,
             cuda_graph=self.cuda_graph,
         )
-
-    def _mixer(self, model: str, width: int, bound: float) -> MixerConfig:
-        if model == "attention":
-            return AttentionConfig(head_dim=width, rope_base=None)
-        if model in OTHERS[self.protocol]:
-            return OTHERS[self.protocol][model](width, bound)
-        slots = float(self.num_slots * width if self.num_slots < 1 else self.num_slots)
-        if not slots.is_integer():
-            raise UserError(
-                f"num_slots {self.num_slots} of width {width} is {slots:g}, no whole number"
-            )
-        scale = 1.0 if self.scale == "one" else None
-        return GSAConfig(GSA_HEADS[model], num_slots=int(slots), damping=self.damping, scale=scale)
 
     def header(self) -> Header:
         """Return the head of the result: the protocol, and what is not as there."""
@@ -238,11 +222,6 @@ PROTOCOLS = {
         protocol="authors",
         # From the middle, so that `skip_solved` soon finds one.
         learning_rates=(2e-3, 1e-3, 5e-3, 5e-4, 1e-2, 1e-4),
-        num_layers=4,
-        num_slots=0.25,
-        damping=16.0,
-        scale="head_width",
-        identity_mlp=True,
     ),
 }
 """Zoology's (Arora et al. 2023), and the last version of the public program of GSA's first author.
