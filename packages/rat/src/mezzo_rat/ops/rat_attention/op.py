@@ -4,6 +4,7 @@ Each takes tensors first, and then the fields of a `Form`.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,36 +25,30 @@ from mezzo_rat.ops.rat_attention.chunks import (
 from mezzo_rat.ops.rat_attention.state import RATState
 
 FORM = schema_of(Form)
-
-
-@torch.library.custom_op(
-    "mezzo_rat::rat_attention",
-    mutates_args=(),
-    schema=f"(Tensor x, Tensor? gate_bias, Tensor? cu_seqlens, {FORM})"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def rat_attention(
-    x: Tensor, gate_bias: Tensor | None, cu_seqlens: Tensor | None, *form: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return y, lse, k_ends and v_ends, as `Saved` describes them."""
-    return _attend(x, gate_bias, _plan(x, Form(*form), cu_seqlens, plain_plan))
-
-
-def _eager_attention(
-    x: Tensor, gate_bias: Tensor | None, cu_seqlens: Tensor | None, *form: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _attend(x, gate_bias, _plan(x, Form(*form), cu_seqlens, kept_plan))
+PlanMaker = Callable[[Tensor, Form], Plan]
+"""Plans rows that are not packed: `plain_plan` in graphs, in eager code `kept_plan`."""
 
 
 def _attend(
-    x: Tensor, gate_bias: Tensor | None, plan: Plan
+    plain: PlanMaker, x: Tensor, gate_bias: Tensor | None, cu_seqlens: Tensor | None, *form: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return y, lse, k_ends and v_ends, as `Saved` describes them."""
     from mezzo_rat.ops.rat_attention.triton.launches import attend_ends, scan_chunks
 
+    plan = _plan(x, Form(*form), cu_seqlens, plain)
     with torch.cuda.device_of(x):
         scanned = scan_chunks(x, gate_bias, plan)
         y, lse = attend_ends(x, scanned, plan)
     return y, lse, scanned.k_ends, scanned.v_ends
+
+
+rat_attention = torch.library.custom_op(
+    "mezzo_rat::rat_attention",
+    partial(_attend, plain_plan),
+    mutates_args=(),
+    schema=f"(Tensor x, Tensor? gate_bias, Tensor? cu_seqlens, {FORM})"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+)
 
 
 @rat_attention.register_fake
@@ -69,34 +64,24 @@ def _(
     return x.new_empty(B, T, H, D), lse, ends, torch.empty_like(ends)
 
 
-@torch.library.custom_op(
-    "mezzo_rat::rat_attention_bwd",
-    mutates_args=(),
-    schema=f"(Tensor dy, {schema_of(Saved, Form)}) -> (Tensor, Tensor)",
-)
-def rat_attention_bwd(dy: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def _gradients(plain: PlanMaker, dy: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Return dx (B, T, W) and parts of dbias (·, H, D), an empty tensor if there is no bias."""
-    return _gradients(dy, *_read(rest), plain_plan)
-
-
-def _eager_bwd(dy: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return _gradients(dy, *_read(rest), kept_plan)
-
-
-def _read(rest: tuple[Any, ...]) -> tuple[Saved, Form]:
-    n = len(Saved._fields)
-    return Saved(*rest[:n]), Form(*rest[n:])
-
-
-def _gradients(
-    dy: Tensor, saved: Saved, form: Form, plain: Callable[[Tensor, Form], Plan]
-) -> tuple[Tensor, Tensor]:
     from mezzo_rat.ops.rat_attention.triton.launches import attend_bwd
 
-    plan = _plan(saved.x, form, saved.cu_seqlens, plain)
+    n = len(Saved._fields)
+    saved = Saved(*rest[:n])
+    plan = _plan(saved.x, Form(*rest[n:]), saved.cu_seqlens, plain)
     with torch.cuda.device_of(dy):
         dx, dbias = attend_bwd(dy, saved, plan)
     return dx, saved.lse.new_empty(0) if dbias is None else dbias
+
+
+rat_attention_bwd = torch.library.custom_op(
+    "mezzo_rat::rat_attention_bwd",
+    partial(_gradients, plain_plan),
+    mutates_args=(),
+    schema=f"(Tensor dy, {schema_of(Saved, Form)}) -> (Tensor, Tensor)",
+)
 
 
 @rat_attention_bwd.register_fake
@@ -132,9 +117,9 @@ def _backward(ctx: Any, dy: Tensor | None, *unused: Tensor | None) -> tuple[Tens
     return dx, None if bias is None else dbias.sum(0).to(bias.dtype), *none
 
 
-_call_bwd = undispatched(rat_attention_bwd, replayed(_eager_bwd))
+_call_bwd = undispatched(rat_attention_bwd, replayed(partial(_gradients, kept_plan)))
 differentiable_rat_attention = register_gradient(
-    rat_attention, _backward, _save, run=replayed(_eager_attention), num_results=1
+    rat_attention, _backward, _save, run=replayed(partial(_attend, kept_plan)), num_results=1
 )
 
 
@@ -284,7 +269,5 @@ def _(x: Tensor, gate_bias: Tensor | None, k: Tensor, *rest: Any) -> Tensor:
     return x.new_empty(x.shape[0], 1, *k.shape[1:])
 
 
-def _plan(
-    x: Tensor, form: Form, cu_seqlens: Tensor | None, plain: Callable[[Tensor, Form], Plan]
-) -> Plan:
+def _plan(x: Tensor, form: Form, cu_seqlens: Tensor | None, plain: PlanMaker) -> Plan:
     return plain(x, form) if cu_seqlens is None else packed_plan(x, form, cu_seqlens)
