@@ -55,7 +55,7 @@ def test_it_is_equations_3_and_4_or_a_running_average(reading, scaled):
     [
         (ABCConfig(3), "num_heads must divide d_model = 16, got 3"),
         (ABCConfig(num_slots=0), "num_slots must be 1 or more, got 0"),
-        (ABCConfig(reading="paper"), 'reading must be "text" or "code", got \'paper\''),
+        (ABCConfig(reading="paper"), "reading must be one of .*, got 'paper'"),
         (GatedABCConfig(8), "keys of an even width, got 1 channels a head"),
         (GatedABCConfig(num_slots=0), "num_slots must be 1 or more, got 0"),
         (GatedABCConfig(score_bounds=(1, 1)), r"lower and the upper one, got \(1, 1\)"),

@@ -144,7 +144,7 @@ def test_gates_that_look_at_the_token_may_start_spread_too():
         (GSAConfig(scale=float("inf")), "scale must be finite, got inf"),
         (GSAConfig(scale=-1e31), r"scale must be within ±1e\+30, got -1e\+31"),
         (GSAConfig(gate_spans=(1.0, 9.0)), r"gate_spans must be above 1, .* got \(1.0, 9.0\)"),
-        (GSAConfig(gate_spans=(2.0, 3.0, 4.0)), "gate_spans must be two numbers, got"),
+        (GSAConfig(gate_spans=(2.0, 3.0, 4.0)), "gate_spans must have 2 items, got 3"),
         (GSAConfig(gate_spans=(9.0, 2.0)), "gate_spans must be .* the shorter first"),
         (GSAConfig(norm_eps=-1.0), "norm_eps must be positive and finite, got -1.0"),
         (GSAConfig(gate="token "), r"gate must be one of \('token', 'constant'\), got 'token '"),

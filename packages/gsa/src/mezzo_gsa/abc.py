@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from mezzo_core.config_json import check_fields
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
 from mezzo_core.nn.norm import is_plain_norm
@@ -13,9 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mezzo_gsa.gsa import head_width
-from mezzo_gsa.heads import check_flag
 from mezzo_gsa.ops import ABCState, Reading, chunk_abc, step_abc_
-from mezzo_gsa.ops.abc.strengths import check_reading
 from mezzo_gsa.ops.gates import skip_padding
 from mezzo_gsa.ops.norms import gated_norm
 
@@ -41,8 +40,7 @@ class ABCConfig:
         """Build the mixer.
 
         Raises:
-            TypeError: if a field has a wrong type.
-            ValueError: if the heads do not divide, a size is not positive, or `reading` is unknown.
+            ValueError: if a field has a wrong type or value, or the heads do not divide.
         """
         return ABC(self, d_model)
 
@@ -59,12 +57,11 @@ class ABC(AbstractMixer):
 
     def __init__(self, config: ABCConfig, d_model: int) -> None:
         super().__init__()
+        check_fields(config)
         H, M = config.num_heads, config.num_slots
         check_size("ABCConfig", "num_heads", H)
         check_size("ABCConfig", "num_slots", M)
         self.head_dim = head_width(d_model, H)
-        check_reading("ABCConfig", config.reading)
-        check_flag("ABCConfig", "scaled", config.scaled)
         self.scale = self.head_dim**-0.5 if config.scaled else 1.0
         self.config, self.d_model = config, d_model
         self.widths = (d_model, d_model, d_model, H * M)

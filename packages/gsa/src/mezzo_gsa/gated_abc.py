@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from mezzo_core.config_json import check_fields
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
 from mezzo_core.nn.norm import RMSNorm
@@ -39,8 +40,7 @@ class GatedABCConfig:
         """Build the mixer.
 
         Raises:
-            TypeError: if a field has a wrong type.
-            ValueError: if the widths do not divide, a size or a number is not positive, a head's
+            ValueError: if a field has a wrong type or value, the widths do not divide, a head's
                 keys have an odd width although they have places, or the bounds are not in order.
         """
         return GatedABC(self, d_model)
@@ -73,6 +73,7 @@ class GatedABC(AbstractMixer):
 
     def __init__(self, config: GatedABCConfig, d_model: int) -> None:
         super().__init__()
+        check_fields(config)
         check_size("GatedABCConfig", "num_slots", config.num_slots)
         _check_bounds(config.score_bounds)
         check_number("GatedABCConfig", "norm_eps", config.norm_eps, positive=True)
@@ -165,8 +166,6 @@ def _memories(state: GatedABCState) -> ABCState:
 
 
 def _check_bounds(bounds: tuple[float, float]) -> None:
-    if not isinstance(bounds, (tuple, list)) or len(bounds) != 2:
-        raise ValueError(f"GatedABCConfig: score_bounds must be two numbers, got {bounds!r}")
     for bound in bounds:
         check_number("GatedABCConfig", "each of score_bounds", bound)
     if bounds[0] >= bounds[1]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from mezzo_core.config_json import check_fields
 from mezzo_core.nn.linear import Linear
 from mezzo_core.nn.norm import RMSNorm, is_plain_norm
 from mezzo_core.ops.checks import check_number, check_size
@@ -15,8 +16,6 @@ from mezzo_gsa.heads import (
     AbstractConvertible,
     FeatureMap,
     apply_feature_map,
-    check_feature_map,
-    check_flag,
     norm_and_gate,
     plan_heads,
 )
@@ -52,8 +51,7 @@ class GLAConfig:
         """Build the mixer.
 
         Raises:
-            TypeError: if a field has a wrong type.
-            ValueError: if the widths do not divide, or a number is not positive.
+            ValueError: if a field has a wrong type or value, or the widths do not divide.
         """
         return GLA(self, d_model)
 
@@ -82,9 +80,8 @@ class GLA(AbstractConvertible):
 
     def __init__(self, config: GLAConfig, d_model: int) -> None:
         super().__init__()
-        check_feature_map("GLAConfig", config.feature_map)
+        check_fields(config)
         check_size("GLAConfig", "gate_rank", config.gate_rank)
-        check_flag("GLAConfig", "output_gate", config.output_gate)
         for name in ("damping", "norm_eps"):
             check_number("GLAConfig", name, getattr(config, name), positive=True)
         self.config, self.d_model = config, d_model

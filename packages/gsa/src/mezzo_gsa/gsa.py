@@ -2,9 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
+from mezzo_core.config_json import check_fields
 from mezzo_core.nn.linear import Linear, is_plain, takes_decode_linear
 from mezzo_core.nn.norm import is_plain_norm
 from mezzo_core.ops.checks import check_number, check_size
@@ -14,7 +15,7 @@ from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mezzo_gsa.heads import AbstractConvertible, check_flag
+from mezzo_gsa.heads import AbstractConvertible
 from mezzo_gsa.ops import (
     Between,
     GSAState,
@@ -84,8 +85,7 @@ class GSAConfig:
         """Build the mixer.
 
         Raises:
-            TypeError: if a field has a wrong type.
-            ValueError: if heads do not divide, a size is not positive, or a choice is unknown.
+            ValueError: if a field has a wrong type or value, or heads do not divide.
         """
         return GSA(self, d_model)
 
@@ -291,6 +291,7 @@ def head_width(d_model: int, num_heads: int) -> int:
 
 
 def _check(config: GSAConfig) -> None:
+    check_fields(config)
     for name in ("num_heads", "num_slots", "num_kv_heads", "head_dim"):
         if name in ("num_heads", "num_slots") or getattr(config, name) is not None:
             check_size("GSAConfig", name, getattr(config, name))
@@ -302,24 +303,10 @@ def _check(config: GSAConfig) -> None:
             raise ValueError(f"GSAConfig: scale must be within ±{MAX_SCALE}, got {config.scale}")
     if config.damping > MAX_DAMPING:
         raise ValueError(f"GSAConfig: damping must be at most {MAX_DAMPING}, got {config.damping}")
-    for name in ("output_norm", "keep_states"):
-        check_flag("GSAConfig", name, getattr(config, name))
     spans = SPANS if config.gate_spans is None else config.gate_spans
-    if not isinstance(spans, (tuple, list)) or len(spans) != 2:
-        raise ValueError(f"GSAConfig: gate_spans must be two numbers, got {spans!r}")
     for span in spans:
         check_number("GSAConfig", "each of gate_spans", span)
     if not 1 < spans[0] <= spans[1]:
         raise ValueError(
             f"GSAConfig: gate_spans must be above 1, the shorter first, got {tuple(spans)}"
         )
-    choices = {
-        "gate": ("token", "constant"),
-        "between": get_args(Between),
-        "feature_map": ("swish", "none"),
-    }
-    for name, allowed in choices.items():
-        if getattr(config, name) not in allowed:
-            raise ValueError(
-                f"GSAConfig: {name} must be one of {allowed}, got {getattr(config, name)!r}"
-            )

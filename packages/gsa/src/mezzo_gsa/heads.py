@@ -1,7 +1,7 @@
 """The heads of the mixers of the family, their one projection, and their feature maps."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -77,18 +77,6 @@ def plan_heads(
             )
         widths.append(int(width))
     return Heads(num_heads, H, *widths)
-
-
-def check_flag(config: str, name: str, value: Any) -> None:
-    """Raise a TypeError if a config's field is neither True nor False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{config}: {name} must be True or False, got {value!r}")
-
-
-def check_feature_map(config: str, feature_map: str | None) -> None:
-    """Raise a ValueError if there is no such feature map."""
-    if feature_map is not None and feature_map not in get_args(FeatureMap):
-        raise ValueError(f"{config}: feature_map must be None or 'relu', got {feature_map!r}")
 
 
 def apply_feature_map(x: Tensor, feature_map: FeatureMap | None) -> Tensor:

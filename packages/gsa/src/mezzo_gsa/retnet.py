@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from mezzo_core.config_json import check_fields
 from mezzo_core.nn.linear import Linear
 from mezzo_core.nn.norm import RMSNorm, is_plain_norm
 from mezzo_core.ops.checks import check_number
@@ -24,8 +25,6 @@ from mezzo_gsa.heads import (
     AbstractConvertible,
     FeatureMap,
     apply_feature_map,
-    check_feature_map,
-    check_flag,
     norm_and_gate,
     plan_heads,
 )
@@ -67,9 +66,8 @@ class RetNetConfig:
         """Build the mixer.
 
         Raises:
-            TypeError: if a field has a wrong type.
-            ValueError: if the widths do not divide, a head's keys have an odd width, or a number
-                is not positive.
+            ValueError: if a field has a wrong type or value, the widths do not divide, or a head's
+                keys have an odd width.
         """
         return RetNet(self, d_model)
 
@@ -101,11 +99,7 @@ class RetNet(AbstractConvertible):
 
     def __init__(self, config: RetNetConfig, d_model: int) -> None:
         super().__init__()
-        check_feature_map("RetNetConfig", config.feature_map)
-        check_flag("RetNetConfig", "output_gate", config.output_gate)
-        check_flag("RetNetConfig", "qk_map", config.qk_map)
-        if config.norm not in get_args(Norm):
-            raise ValueError(f"RetNetConfig: norm must be 'rms' or 'group', got {config.norm!r}")
+        check_fields(config)
         for name in ("rope_base", "norm_eps"):
             check_number("RetNetConfig", name, getattr(config, name), positive=True)
         self.config, self.d_model = config, d_model

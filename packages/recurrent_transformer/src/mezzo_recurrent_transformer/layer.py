@@ -1,7 +1,7 @@
 """Describes a layer of the Recurrent Transformer or of its Transformer, and draws its weights."""
 
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn.mlp import GELUMLP
@@ -48,10 +48,6 @@ class LayerConfig:
             check_size(name, "hidden", self.hidden)
         if self.init_layer is not None:
             check_size(name, "init_layer", self.init_layer, 0)
-        if self.norm not in get_args(NormKind):
-            raise ValueError(f"norm must be one of {get_args(NormKind)}, got {self.norm!r}")
-        if self.alibi is not None and self.alibi not in get_args(AlibiFormula):
-            raise ValueError(f"alibi must be one of {get_args(AlibiFormula)}, got {self.alibi!r}")
 
     def check_width(self, d_model: int) -> None:
         """Raise a ValueError if head_dim does not divide the model's width."""
