@@ -180,7 +180,7 @@ def test_bad_arguments_are_named():
         rope_angles(torch.arange(3), 4, 1e4, 8.0)
     with pytest.raises(ValueError, match=r"dtype must be torch\.float32 or torch\.float64"):
         rope_angles(torch.arange(3), 4, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match="cos and sin must end in"):
+    with pytest.raises(ValueError, match="cos and sin must be"):
         apply_rope(torch.randn(1, 2, 1, 8), *rope_angles(torch.arange(2), 4))
     with pytest.raises(ValueError, match="num_heads"):
         alibi_slopes(0)

@@ -12,11 +12,18 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from mezzo_core.ops.checks import check_floating, check_number, check_size
+from mezzo_core.ops.checks import check_number, check_size
+from mezzo_core.ops.shapes import Shapes
 
 AlibiFormula = Literal["press", "olmo"]
 RADIANS = 2 * math.pi / 2**64
 """The unit of `rope_steps` in radians."""
+_POSITIONS, _BORDERS, _START = (
+    Shapes(positions="int: ..."),
+    Shapes(cu_seqlens="int: borders"),
+    Shapes(start="int: B"),
+)
+_ROTATED = Shapes(x="B T H D", cos="... T pairs", sin="... T pairs")
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,7 @@ def rope_angles(
         ValueError: if `dim` is odd or not positive, `base` is not positive and finite, or `dtype`
             is neither float32 nor float64.
     """
-    _check_integers("rope_angles", "positions", positions)
+    _POSITIONS.check("rope_angles", positions)
     _check_pairs("rope_angles", dim, base)
     _check_dtype("rope_angles", dtype)
     numbers = scaling_numbers("rope_angles", scaling)
@@ -161,15 +168,6 @@ def _check_dtype(op: str, dtype: torch.dtype) -> None:
         raise ValueError(f"{op}: dtype must be torch.float32 or torch.float64, got {dtype}")
 
 
-def _check_integers(op: str, name: str, x: Any, *, is_row: bool = False) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
-    if x.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{op}: {name} must be int32 or int64, got {x.dtype}")
-    if is_row and x.ndim != 1:
-        raise ValueError(f"{op}: {name} must have one axis, got {tuple(x.shape)}")
-
-
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate queries or keys by RoPE's angles; computed in float32, returned in x's dtype.
 
@@ -185,18 +183,10 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         TypeError: if an argument is not a floating-point tensor.
         ValueError: if the shapes of the angles do not fit x.
     """
-    for name, part in (("x", x), ("cos", cos), ("sin", sin)):
-        check_floating("apply_rope", name, part)
-        if part.device != x.device:
-            raise ValueError(f"apply_rope: {name} is on {part.device}, x on {x.device}")
-    if x.ndim != 4 or cos.ndim not in (2, 3) or cos.shape != sin.shape:
+    sizes = _ROTATED.check("apply_rope", x, cos, sin)
+    if cos.ndim not in (2, 3) or 2 * sizes["pairs"] != sizes["D"]:
         raise ValueError(
-            "apply_rope: x must be (B, T, H, D), cos and sin alike (T, D/2) or (B or 1, T, D/2); "
-            f"got {tuple(x.shape)}, {tuple(cos.shape)} and {tuple(sin.shape)}"
-        )
-    if 2 * cos.shape[-1] != x.shape[-1] or cos.shape[-2] != x.shape[1]:
-        raise ValueError(
-            f"apply_rope: cos and sin must end in ({x.shape[1]}, {x.shape[-1] // 2}) for x "
+            "apply_rope: cos and sin must be (T, D/2) or (B or 1, T, D/2) for x "
             f"{tuple(x.shape)}, got {tuple(cos.shape)}"
         )
     cos, sin = cos[..., None, :], sin[..., None, :]
@@ -280,7 +270,7 @@ def sequence_ids(num_tokens: int, cu_seqlens: Tensor) -> Tensor:
         ValueError: if `num_tokens` is negative, or the borders are not (S + 1,).
     """
     check_size("sequence_ids", "num_tokens", num_tokens, 0)
-    _check_integers("sequence_ids", "cu_seqlens", cu_seqlens, is_row=True)
+    _BORDERS.check("sequence_ids", cu_seqlens)
     tokens = torch.arange(num_tokens, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens.to(torch.int64), tokens, right=True) - 1
 
@@ -315,10 +305,10 @@ def sequence_positions(
     if cu_seqlens is not None and start is not None:
         raise ValueError("cu_seqlens and start exclude each other: packed rows do not continue")
     if cu_seqlens is not None:
-        _check_integers("sequence_positions", "cu_seqlens", cu_seqlens, is_row=True)
+        _BORDERS.check("sequence_positions", cu_seqlens)
         first = cu_seqlens.to(torch.int64)[sequence_ids(num_tokens, cu_seqlens)]
         return (torch.arange(num_tokens, device=cu_seqlens.device) - first)[None]
     if start is not None:
-        _check_integers("sequence_positions", "start", start, is_row=True)
+        _START.check("sequence_positions", start)
         return start.to(torch.int64)[:, None] + torch.arange(num_tokens, device=start.device)
     return torch.arange(num_tokens, device=device)[None]
