@@ -21,12 +21,12 @@ kinds that the training part has too.
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from mezzo_core.data import DataConfig, load_tokenizer
@@ -34,28 +34,20 @@ from mezzo_core.data.tokenized_corpus import token_store
 from mezzo_core.eval.evaluate import evaluate_segments
 from mezzo_core.nn import LM, LMConfig
 from mezzo_core.nn.checkpoint import copy_weights
-from mezzo_core.nn.on_meta import on_meta
 from mezzo_core.reproduction import OOM, Cell, Entry, Options, attempt, run_script, say
 from mezzo_core.reproduction.runner import Job
 from mezzo_core.reproduction.timing import peak_gb
 from mezzo_core.reproduction.training import corpus_name, measure_run
 from mezzo_core.train.config import OptimConfig, TrainConfig
-from mezzo_core.train.folder import check_folder
-from mezzo_core.train.log import read_rows
 from mezzo_drt import DRTConfig
 from mezzo_drt.baselines import landmark_lm
 from mezzo_drt.needles import AbstractNeedleConfig, HopsConfig, NeedleData, PasskeyConfig
 from mezzo_drt.recipes import ARCHITECTURES, PAPER_NAMES, small
 
 DRT1, DRT2, LANDMARK = PAPER_NAMES["drt1"], PAPER_NAMES["drt2"], "Landmark Attn."
-PASSKEY, TWO_HOP, EIGHT_PATHS = "passkey", "two_hop", "eight_paths"
 DEEP = "BaseLM +2 layers"
 MODELS = (DEEP, LANDMARK, DRT1, DRT2)
-MEASURED = {
-    PASSKEY: MODELS,
-    TWO_HOP: (LANDMARK, DRT1, DRT2),
-    EIGHT_PATHS: (LANDMARK, DRT1, DRT2),
-}
+RECIPES = {DEEP: "base_deep", DRT1: "drt1", DRT2: "drt2"}
 REACH = {DEEP: 2**18, LANDMARK: 2**16}
 """Tokens of the longest rows of models that are not measured further."""
 EVAL_EVERY = 200
@@ -72,12 +64,11 @@ LANDMARK_TOKENS = 2**19
 """Tokens of a length's test rows for Landmark Attention, which is slow."""
 TWO_PATHS, MANY_PATHS = HopsConfig(), HopsConfig(num_noise=7)
 """The paper's example, and 16 needles, more than the chunks that one retrieval reads."""
-STAGES_OF = {
-    PASSKEY: (PASSKEY,),
-    TWO_HOP: (PASSKEY, TWO_HOP),
-    EIGHT_PATHS: (PASSKEY, TWO_HOP, EIGHT_PATHS),
+SAMPLES = {
+    **dict.fromkeys(("1K", "4K", "8K", "16K", "32K", "64K"), 96),
+    **{"128K": 32, "256K": 32, "1M": 16, "4M": 8, "16M": 8, "32M": 8},
 }
-"""The trainings that lead to each result."""
+"""Test rows of each length."""
 
 
 @dataclass(frozen=True)
@@ -94,16 +85,13 @@ class Stage:
     gumbel_noise: bool = True
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of models, trainings and rows."""
+class Table(NamedTuple):
+    """A result: its models train through the stages of the tables before it, then through these."""
 
-    d_model: int  # C
-    stack: DRTConfig  # of DRT with one retrieval, whose layers and widths the others take too
-    stages: Mapping[str, tuple[Stage, ...]]  # of each result; each follows on the one before
-    columns: Mapping[str, tuple[str, ...]]  # the lengths of each result
-    samples: Mapping[str, int]  # test rows of each length
-    segment: int  # tokens that the model reads at a time
+    what: str
+    models: tuple[str, ...]
+    columns: tuple[str, ...]
+    stages: tuple[Stage, ...]
 
 
 LONG_ROWS = Stage(
@@ -112,9 +100,60 @@ LONG_ROWS = Stage(
 """Among 2,048 chunks the noise alone would choose most of what is read. Without it a row brings the
 chunks of its text that fit best, and the model learns to tell them apart from the needles, whose
 weight they take in texts that are longer still."""
-FULL = Sizes(
-    d_model=256,
-    stack=DRTConfig(
+PASSKEY, TWO_HOP, EIGHT_PATHS = "passkey", "two_hop", "eight_paths"
+TABLES = {
+    PASSKEY: Table(
+        "A passkey",
+        MODELS,
+        ("4K", "8K", "16K", "32K", "64K", "128K", "256K", "1M", "4M", "16M", "32M"),
+        (
+            Stage(PasskeyConfig(key_tokens=128), 512, 16, steps=4800, lr=1e-3, until=0.9),
+            # A chunk's border cuts one key in seven: too few for the share of right tokens to tell
+            # when those are learned. So this stage takes all its steps.
+            Stage(PasskeyConfig(), 1024, 32, steps=3000, lr=1e-3),
+            Stage(PasskeyConfig(), 4096, 32, steps=400, lr=1e-3),
+            # In a long text a few odd chunks may fit the question better than the needle. The
+            # retrieval learns from such a chunk only in a row that holds it, so many rows are long.
+            Stage(PasskeyConfig(), 16384, 8, steps=800, lr=5e-4),
+            LONG_ROWS,
+        ),
+    ),
+    TWO_HOP: Table(
+        "Paths of two hops, one of two",
+        (LANDMARK, DRT1, DRT2),
+        ("1K", "4K", "16K", "64K", "256K", "4M"),
+        (
+            Stage(TWO_PATHS, 1024, 64, steps=800, lr=1e-3, until=0.99),
+            Stage(TWO_PATHS, 4096, 32, steps=400, lr=1e-3, until=0.99),
+            Stage(TWO_PATHS, 16384, 8, steps=400, lr=5e-4),
+            replace(LONG_ROWS, task=TWO_PATHS, steps=400),
+        ),
+    ),
+    EIGHT_PATHS: Table(
+        "Paths of two hops, one of eight",
+        (LANDMARK, DRT1, DRT2),
+        ("4K", "16K", "64K", "256K", "4M"),
+        (
+            # Rows of 1,024 tokens have 16 chunks, so that two retrievals could bring them all.
+            Stage(MANY_PATHS, 4096, 32, steps=1200, lr=1e-3, until=0.99),
+            Stage(MANY_PATHS, 16384, 8, steps=400, lr=5e-4),
+            replace(LONG_ROWS, task=MANY_PATHS, steps=400),
+        ),
+    ),
+}
+
+
+class Size(NamedTuple):
+    """The sizes of models."""
+
+    d_model: int  # C
+    stack: DRTConfig  # of DRT with one retrieval, whose layers and widths the others take too
+    segment: int  # tokens that a model reads at a time
+
+
+FULL = Size(
+    256,
+    DRTConfig(
         num_layers=4,
         num_encoder_layers=1,
         head_dim=32,
@@ -123,196 +162,125 @@ FULL = Sizes(
         residual="text",
         softmax1=False,
     ),
-    stages={
-        PASSKEY: (
-            Stage(
-                PasskeyConfig(key_tokens=128), 512, batch_size=16, steps=4800, lr=1e-3, until=0.9
-            ),
-            # A chunk's border cuts one key in seven: too few for the share of right tokens to tell
-            # when those are learned. So this stage takes all its steps.
-            Stage(PasskeyConfig(), seq_len=1024, batch_size=32, steps=3000, lr=1e-3),
-            Stage(PasskeyConfig(), seq_len=4096, batch_size=32, steps=400, lr=1e-3),
-            # In a long text a few odd chunks may fit the question better than the needle. The
-            # retrieval learns from such a chunk only in a row that holds it, so many rows are long.
-            Stage(PasskeyConfig(), seq_len=16384, batch_size=8, steps=800, lr=5e-4),
-            LONG_ROWS,
-        ),
-        TWO_HOP: (
-            Stage(TWO_PATHS, seq_len=1024, batch_size=64, steps=800, lr=1e-3, until=0.99),
-            Stage(TWO_PATHS, seq_len=4096, batch_size=32, steps=400, lr=1e-3, until=0.99),
-            Stage(TWO_PATHS, seq_len=16384, batch_size=8, steps=400, lr=5e-4),
-            replace(LONG_ROWS, task=TWO_PATHS, steps=400),
-        ),
-        EIGHT_PATHS: (
-            # Rows of 1,024 tokens have 16 chunks, so that two retrievals could bring them all.
-            Stage(MANY_PATHS, seq_len=4096, batch_size=32, steps=1200, lr=1e-3, until=0.99),
-            Stage(MANY_PATHS, seq_len=16384, batch_size=8, steps=400, lr=5e-4),
-            replace(LONG_ROWS, task=MANY_PATHS, steps=400),
-        ),
-    },
-    columns={
-        PASSKEY: ("4K", "8K", "16K", "32K", "64K", "128K", "256K", "1M", "4M", "16M", "32M"),
-        TWO_HOP: ("1K", "4K", "16K", "64K", "256K", "4M"),
-        EIGHT_PATHS: ("4K", "16K", "64K", "256K", "4M"),
-    },
-    samples={
-        **dict.fromkeys(("1K", "4K", "8K", "16K", "32K", "64K"), 96),
-        **{"128K": 32, "256K": 32, "1M": 16, "4M": 8, "16M": 8, "32M": 8},
-    },
-    segment=2**16,
+    2**16,
 )
-DRY = Sizes(
-    d_model=32,
-    stack=replace(
-        FULL.stack, chunk_size=16, num_retrieved=2, window_size=32, head_dim=16, hidden=64
-    ),
-    stages={
-        PASSKEY: (
-            Stage(PasskeyConfig(key_tokens=12, test_rows=2), 128, batch_size=2, steps=2, lr=1e-3),
-            Stage(
-                PasskeyConfig(test_rows=2), 256, batch_size=2, steps=1, lr=1e-3, gumbel_noise=False
-            ),
-        ),
-        TWO_HOP: (Stage(HopsConfig(test_rows=2), 256, batch_size=2, steps=1, lr=1e-3),),
-        EIGHT_PATHS: (Stage(HopsConfig(test_rows=2), 256, batch_size=2, steps=1, lr=1e-3),),
-    },
-    columns={PASSKEY: ("4K",), TWO_HOP: ("1K", "4K"), EIGHT_PATHS: ("1K",)},
-    samples={"1K": 2, "4K": 1},
-    segment=1024,
+TOY_STACK = replace(
+    FULL.stack, chunk_size=16, num_retrieved=2, window_size=32, head_dim=16, hidden=64
 )
-"""A rehearsal on a CPU: the same steps at toy sizes."""
+TOY = Size(32, TOY_STACK, 2**10)
+"""Of a rehearsal on a CPU."""
+
+
+def size(options: Options) -> Size:
+    """Return the sizes of models."""
+    return TOY if options.dry_run else FULL
+
+
+def tables(options: Options) -> dict[str, Table]:
+    """Return the tables; in a dry run with toys of two stages each, and one length."""
+    return {name: toy(table) for name, table in TABLES.items()} if options.dry_run else TABLES
+
+
+def toy(table: Table) -> Table:
+    """Return a table's first and last stage and its first length, at toy sizes."""
+    stages = (
+        replace(s, task=replace(s.task, test_rows=2), seq_len=512, batch_size=2, steps=1)
+        for s in (table.stages[0], table.stages[-1])
+    )
+    return table._replace(stages=tuple(stages), columns=table.columns[:1])
 
 
 def measure(options: Options) -> None:
     """Train and measure all models on one task, and then, from there on, on the next."""
-    sizes = DRY if options.dry_run else FULL
-    for name, models in MEASURED.items():
-        jobs = (
-            job(name, model, seed, sizes, options) for seed in options.seeds for model in models
-        )
-        options.run(name, jobs, **header(name, sizes, options))
-
-
-def job(name: str, model: str, seed: int, sizes: Sizes, options: Options) -> Job:
-    """Return the job that trains a model on a task, and then measures it, on short texts first."""
-    lengths = [c for c in sizes.columns[name] if num_tokens(c) <= REACH.get(model, num_tokens(c))]
-    cells = tuple(Cell(model, column, seed=seed) for column in lengths)
-    return Job(cells, partial(train_and_ask, name, sizes, options))
+    for name, table in tables(options).items():
+        jobs = []
+        for seed, model in product(options.seeds, table.models):
+            lengths = [c for c in table.columns if num_tokens(c) <= REACH.get(model, 2**30)]
+            cells = tuple(Cell(model, column, seed=seed) for column in lengths)
+            jobs.append(Job(cells, partial(train_and_ask, name, options)))
+        options.run(name, jobs, **header(name, options))
 
 
 def train_and_ask(
-    name: str, sizes: Sizes, options: Options, cells: tuple[Cell, ...], folder: Path,
-    device: torch.device,
-) -> Iterator[list[Entry]]:  # fmt: skip
+    name: str, options: Options, cells: tuple[Cell, ...], _: Path, device: torch.device
+) -> Iterator[list[Entry]]:
     """Train stage after stage, each in its own folder, where one that is done is only read.
 
     Yields:
-        The share of right answers in % at each length, and the memory that it took to find them.
+        The share of right answers in % at each length, on short texts first, and the memory that it
+        took to find them.
     """
     model, _, _, seed = cells[0]
-    runs = runs_of(name, model, seed, sizes, options)
-    *_, (home, config) = runs.items()
-    details: dict[str, Any] = {"parameters": on_meta(config.model).num_parameters()}
-    for folder, stage in not_trained(runs):
-        details = measure_run(stage, folder, device, resume=True)
+    runs = runs_of(name, model, seed, options)
+    for home, config in runs.items():
+        details = measure_run(config, home, device, resume=True)
     say(f"{model}: trained on {name}, seed {seed}")
     for cell in cells:
-        T, samples = num_tokens(cell.column), sizes.samples[cell.column]
+        T, samples = num_tokens(cell.column), 2 if options.dry_run else SAMPLES[cell.column]
         if model == LANDMARK:
             samples = min(samples, max(1, LANDMARK_TOKENS // T))
-        task = replace(on_text(sizes.stages[name][-1].task, sizes, options), test_rows=samples)
+        task = replace(on_text(stages(name, options)[-1].task, options), test_rows=samples)
         rows = min(max(1, TOGETHER // T), samples)
-        lm = load(model, home / "model", sizes, options, device)
+        # DRT's chunks go to the host's memory.
+        with device:
+            lm = configure(model, options, offload=model != LANDMARK).build()
+        copy_weights(home / "model", lm)
         data = task.build(T, token_store())
-        found = attempt(partial(ask, lm, data, rows, sizes.segment, device))
+        found = attempt(partial(ask, lm, data, rows, size(options).segment, device))
         told = {"samples": samples, "rows": rows} if found != OOM else {}
-        if cell.column == sizes.columns[name][0]:
-            told |= {k: details[k] for k in ("parameters", "steps") if k in details}
+        if cell.column == tables(options)[name].columns[0]:
+            told |= {k: details[k] for k in ("parameters", "steps")}
         value = OOM if isinstance(found, str) else found[0].pop("exact_match")
         yield [cell.entry(value, **told, **({} if isinstance(found, str) else found[0]))]
 
 
-def not_trained(runs: dict[Path, TrainConfig]) -> Iterator[tuple[Path, TrainConfig]]:
-    """Return the stages behind the last one that is done; the folders before it may be gone."""
-    done = [i for i, (home, config) in enumerate(runs.items(), 1) if is_trained(config, home)]
-    return islice(runs.items(), max(done, default=0), None)
+def stages(name: str, options: Options) -> list[Stage]:
+    """Return the stages that lead to a table."""
+    every = tables(options)
+    before = islice(every.values(), [*every].index(name) + 1)
+    return [stage for table in before for stage in table.stages]
 
 
-def is_trained(config: TrainConfig, home: Path) -> bool:
-    """Tell whether a stage has done all its steps, or was accurate enough before.
-
-    Its checkpoints may be gone.
-    """
-    if not (home / "model").exists():
-        return False
-    check_folder(home, config, resume=True)
-    enough = 1.0 if config.stop_at_accuracy is None else config.stop_at_accuracy
-    return any(
-        row["step"] == config.steps or (row.get("val_accuracy") or 0) > enough
-        for row in read_rows(home / "log.jsonl", config.steps)
-    )
-
-
-def runs_of(
-    name: str, model: str, seed: int, sizes: Sizes, options: Options
-) -> dict[Path, TrainConfig]:
-    """Return the runs that lead to a model of a result's task, by their folders, in order."""
+def runs_of(name: str, model: str, seed: int, options: Options) -> dict[Path, TrainConfig]:
+    """Return the runs that lead to a model of a table's task, by their folders, in order."""
     runs: dict[Path, TrainConfig] = {}
     before: str | None = None
-    for task in STAGES_OF[name]:
-        for i, stage in enumerate(sizes.stages[task]):
-            home = options.runs / f"{task}_{MODELS.index(model)}_{seed}_{i}"
-            config = TrainConfig(
-                name=f"{task}_{i}",
-                model=with_noise(configure(model, sizes, options), stage.gumbel_noise),
-                data=on_text(stage.task, sizes, options),
-                optim=OptimConfig(
-                    lr=stage.lr, min_lr=stage.lr / 10, warmup_fraction=0.1, weight_decay=1e-3
-                ),
-                seq_len=stage.seq_len,
-                batch_size=stage.batch_size,
-                steps=stage.steps,
-                seed=seed,
-                eval_every=EVAL_EVERY,
-                stop_at_accuracy=stage.until,
-                checkpoint_every=stage.steps,
-                cuda_graph=options.cuda_graph,
-                init_from=before,
-            )
-            if model == LANDMARK:
-                length = min(config.seq_len, LANDMARK_LEN)
-                rows = min(config.batch_size * config.seq_len // length, LANDMARK_ROWS)
-                config = replace(config, batch_size=rows, seq_len=length)
-            runs[home], before = config, str(home / "model")
+    for i, stage in enumerate(stages(name, options)):
+        home = options.runs / f"stage_{MODELS.index(model)}_{seed}_{i}"
+        length, rows = stage.seq_len, stage.batch_size
+        if model == LANDMARK:
+            length = min(length, LANDMARK_LEN)
+            rows = min(rows * stage.seq_len // length, LANDMARK_ROWS)
+        runs[home] = TrainConfig(
+            name=f"stage_{i}",
+            model=configure(model, options, gumbel_noise=stage.gumbel_noise),
+            data=on_text(stage.task, options),
+            optim=OptimConfig(
+                lr=stage.lr, min_lr=stage.lr / 10, warmup_fraction=0.1, weight_decay=1e-3
+            ),
+            seq_len=length,
+            batch_size=rows,
+            steps=stage.steps,
+            seed=seed,
+            eval_every=EVAL_EVERY,
+            stop_at_accuracy=stage.until,
+            checkpoint_every=stage.steps,
+            cuda_graph=options.cuda_graph,
+            init_from=before,
+        )
+        before = str(home / "model")
     return runs
 
 
-def configure(model: str, sizes: Sizes, options: Options) -> LMConfig:
-    """Return a model that is to be trained."""
-    vocab_size = load_tokenizer(options.tokenizer).vocab_size
-    like = replace(small(), vocab_size=vocab_size, d_model=sizes.d_model, drt=sizes.stack)
-    if model == LANDMARK:
-        return landmark_lm(like)
-    names = {DEEP: "base_deep", DRT1: "drt1", DRT2: "drt2"}
-    return ARCHITECTURES[names[model]](like)
-
-
-def with_noise(config: LMConfig, noise: bool) -> LMConfig:
-    """Return a model's config with or without noise on DRT's scores in training."""
-    if not isinstance(config.stack, DRTConfig):
-        return config
-    return replace(config, stack=replace(config.stack, gumbel_noise=noise))
-
-
-def load(model: str, trained: Path, sizes: Sizes, options: Options, device: torch.device) -> LM:
-    """Load a trained model; DRT's chunks will go to the host's memory."""
-    config = configure(model, sizes, options)
-    if isinstance(config.stack, DRTConfig):
-        config = replace(config, stack=replace(config.stack, offload=True))
-    with device:
-        lm = config.build()
-    copy_weights(trained, lm)
-    return lm
+def configure(model: str, options: Options, **changes: bool) -> LMConfig:
+    """Return a model; the changes are those of DRT's stack."""
+    like = replace(
+        small(),
+        vocab_size=load_tokenizer(options.tokenizer).vocab_size,
+        d_model=size(options).d_model,
+        drt=replace(size(options).stack, **changes),
+    )
+    return landmark_lm(like) if model == LANDMARK else ARCHITECTURES[RECIPES[model]](like)
 
 
 def ask(
@@ -341,28 +309,23 @@ def num_tokens(column: str) -> int:
     return int(column[:-1]) * {"K": 2**10, "M": 2**20}[column[-1]]
 
 
-def on_text(task: AbstractNeedleConfig, sizes: Sizes, options: Options) -> AbstractNeedleConfig:
+def on_text(task: AbstractNeedleConfig, options: Options) -> AbstractNeedleConfig:
     """Return a task in the given text."""
     text = DataConfig(options.data, options.tokenizer, validation_fraction=HELD_OUT)
-    return replace(task, text=text, chunk_size=sizes.stack.chunk_size)
+    return replace(task, text=text, chunk_size=size(options).stack.chunk_size)
 
 
-def header(name: str, sizes: Sizes, options: Options) -> dict[str, Any]:
+def header(name: str, options: Options) -> dict[str, Any]:
     """Return what the header of a task's result says."""
-    what = {
-        PASSKEY: "A passkey",
-        TWO_HOP: "Paths of two hops, one of two",
-        EIGHT_PATHS: "Paths of two hops, one of eight",
-    }[name]
+    sizes, table = size(options), tables(options)[name]
     c = sizes.stack
-    stages = [stage for task in STAGES_OF[name] for stage in sizes.stages[task]]
     told = ", then ".join(
         f"{s.steps} steps{f' or until {s.until:.0%} of tokens are right' if s.until else ''} of "
         f"{s.batch_size} rows of {s.seq_len} (lr {s.lr:g}, {s.task.name}"
         f"{'' if s.gumbel_noise else ', without noise on the scores'})"
-        for s in stages
+        for s in stages(name, options)
     )
-    samples = ", ".join(f"{sizes.samples[column]} at {column}" for column in sizes.columns[name])
+    samples = ", ".join(f"{SAMPLES[column]} at {column}" for column in table.columns)
     setting = (
         f"C {sizes.d_model}, {c.num_layers} layers (BaseLM two more), window {c.window_size}, "
         f"chunks of {c.chunk_size}, {c.num_retrieved} retrieved, {c.residual} residual, "
@@ -376,7 +339,7 @@ def header(name: str, sizes: Sizes, options: Options) -> dict[str, Any]:
     )
     return {
         "kind": "recall",
-        "title": f"{what} in texts of up to {sizes.columns[name][-1]} tokens (Table 2)",
+        "title": f"{table.what} in texts of up to {table.columns[-1]} tokens (Table 2)",
         "setting": "; ".join(setting),
         "unit": "%",
         "better": "higher",
