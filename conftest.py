@@ -1,6 +1,7 @@
 """Settings of every test: without a GPU, kernels run in Triton's interpreter; cores are shared."""
 
 import gc
+import logging
 import os
 import shutil
 import tempfile
@@ -14,10 +15,18 @@ import torch
 from hypothesis import settings
 from mezzo_core.testing.interpreter import repair_interpreter, speed_up_interpreter
 
+# What is imported stays: nothing looks for garbage until tests run, nor after each compilation.
+gc.disable()
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
+
 # Workers inherit the folder of tokens; the process that made it removes it.
 OWN_TOKENS = None if "MEZZO_TOKENS" in os.environ else tempfile.mkdtemp(prefix="mezzo-tests-")
 if OWN_TOKENS:
     os.environ["MEZZO_TOKENS"] = OWN_TOKENS
+
+# pytest listens to each logger that keeps its records to itself. While anybody listens to this one,
+# torch.compile writes down every graph for it.
+logging.getLogger("torch.__trace").propagate = True
 
 # Triton reads this when a kernel is defined, so it is set before any test is collected.
 if not torch.cuda.is_available():
@@ -73,7 +82,8 @@ def pytest_xdist_setupnodes(specs: Sequence[object]) -> None:
 def pytest_runtestloop() -> None:
     """Search for garbage seldom, and only among what tests make: what was imported stays anyway."""
     gc.freeze()
-    gc.set_threshold(20_000)
+    gc.enable()
+    gc.set_threshold(100_000)
 
 
 def pytest_report_header() -> str:
