@@ -7,7 +7,7 @@ import pytest
 import torch
 from mezzo_core.nn import AttentionConfig
 from mezzo_core.testing.arguments import check_fields, check_module_arguments
-from mezzo_core.testing.laws import LAWS
+from mezzo_core.testing.laws import LAWS, OF_STATES
 from mezzo_drt import DRTConfig
 from torch import nn
 
@@ -48,7 +48,7 @@ def stack(request):
 
 def is_another(form, law):
     """Tell whether a form can keep a law, and is not for this law as one that is there."""
-    if law in ("handled", "saved", "programs"):  # of what states hold, and where
+    if law in OF_STATES:
         return form in ("two groups", "offload", "chunks of one", "mixers below")
     return (form, law) != ("fixed", "gradients")  # its keys are detached means: it learns nothing
 

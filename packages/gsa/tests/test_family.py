@@ -6,7 +6,7 @@ from mezzo_core.data.embedded import embedded_documents
 from mezzo_core.nn import LMConfig, generate, init_weights
 from mezzo_core.positions import RopeScaling
 from mezzo_core.testing import assert_close
-from mezzo_core.testing.laws import LAWS, check_step
+from mezzo_core.testing.laws import LAWS, check_step, each_law
 from mezzo_core.testing.poison import poison_memory as poison_memory
 from mezzo_gsa.abc import ABCConfig
 from mezzo_gsa.gated_abc import GatedABCConfig
@@ -66,6 +66,12 @@ CONFIGS = {  # on a CPU, C channels wide
     "mamba": MambaConfig(state_size=4),
     "mamba, no convolution": MambaConfig(1, state_size=3, conv_width=1, dt_rank=2),
 }
+AS_OTHERS = {
+    *("gsa, spread", "gsa, relu", "gsa, states kept", "gsa, wide", "gsa, scaled", "abc, released"),
+    *("hgrn2, bound 0.5", "hgrn2, bound 0.75", "gla, narrow keys", "gla, defaults"),
+    *("retnet, t2r", "retnet, supra", "retnet, narrow keys", "retnet, defaults"),
+}
+"""Forms whose state is as that of another form."""
 PLAIN = ["gsa", "abc", "gated abc", "gla", "hgrn2", "retnet"]
 ON_GPU = {  # 128 channels wide
     "gsa": GSAConfig(2, num_slots=32),
@@ -96,9 +102,9 @@ def mixer(request):
     return build(CONFIGS[request.param])
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_every_law_is_kept(mixer, law):
-    LAWS[law](mixer)
+@pytest.mark.parametrize(("name", "law"), each_law(CONFIGS, AS_OTHERS))
+def test_every_law_is_kept(name, law):
+    LAWS[law](build(CONFIGS[name]))
 
 
 @pytest.mark.gpu

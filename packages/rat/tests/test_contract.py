@@ -5,25 +5,29 @@ import math
 
 import pytest
 import torch
-from mezzo_core.testing.laws import LAWS
+from mezzo_core.testing.laws import LAWS, each_law
 from mezzo_rat import LinearRNNConfig, RATConfig, RATReversedConfig
 from torch import nn
 
 C = 16
+AS_OTHERS = [
+    RATConfig(1, head_dim=4, rope="token"),
+    RATConfig(4, head_dim=8, num_groups=1, rope="token"),
+    RATConfig(5, head_dim=4, rope=None),
+    RATConfig(4, head_dim=8, gate_rank=4, num_heads=6),
+    RATReversedConfig(4, head_dim=4, gate_rank=3, span=4),
+]
+"""Forms whose state is as that of another form."""
 CONFIGS = [
     RATConfig(4, head_dim=4),
     RATConfig(1, head_dim=4),
-    RATConfig(1, head_dim=4, rope="token"),
-    RATConfig(4, head_dim=8, num_groups=1, rope="token"),
     RATConfig(3, head_dim=4, num_groups=None, gate_rank=4),
-    RATConfig(5, head_dim=4, rope=None),
-    RATConfig(4, head_dim=8, gate_rank=4, num_heads=6),
     RATConfig(100, head_dim=4, num_groups=None, gate_rank=3, rope=None),
     LinearRNNConfig(span=8),
     RATReversedConfig(3, head_dim=4, gate_rank=3, span=4),
     RATReversedConfig(20, head_dim=4, gate_rank=3, span=4),
-    RATReversedConfig(4, head_dim=4, gate_rank=3, span=4),
     RATReversedConfig(1, head_dim=4, gate_rank=3, span=4),
+    *AS_OTHERS,
 ]
 KINDS = [RATConfig(4, head_dim=4), LinearRNNConfig(span=8), RATReversedConfig(4, head_dim=4)]
 
@@ -47,9 +51,9 @@ def kind(request):
     return build(request.param)
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_every_law_is_kept(mixer, law):
-    LAWS[law](mixer)
+@pytest.mark.parametrize(("config", "law"), each_law(CONFIGS, AS_OTHERS), ids=str)
+def test_every_law_is_kept(config, law):
+    LAWS[law](build(config))
 
 
 def test_a_state_of_other_sizes_or_another_mixer_is_refused():

@@ -15,6 +15,7 @@ from mezzo_core.testing.laws import (
     check_ragged,
     check_segments,
     check_step,
+    each_law,
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -40,6 +41,9 @@ CONFIGS = {
         head_dim=8, num_heads=3, rope_scaling=RopeScaling(8.0, original_context=40)
     ),
 }
+AS_OTHERS = {"nope", "alibi", "layer norms", "wide", "narrow and scaled"}
+AS_OTHERS |= {"normed", "normed by head"}
+"""Forms whose state is as that of another form."""
 configs = pytest.mark.parametrize("name", CONFIGS)
 some = settings(max_examples=15, deadline=None)
 
@@ -55,8 +59,7 @@ def build(config):
     return mixer
 
 
-@configs
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize(("name", "law"), each_law(CONFIGS, AS_OTHERS))
 def test_every_law_is_kept(name, law):
     LAWS[law](build(name))
 

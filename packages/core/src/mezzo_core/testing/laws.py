@@ -5,10 +5,10 @@ is decoded by `step`, `before_step` comes first, as in a decoder. `rtol` is the 
 error in norm.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from copy import deepcopy
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, product
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ from mezzo_core.testing.training import (
     check_precision,
     check_training,
 )
+
+_Form = TypeVar("_Form")
 
 
 def check_segments(
@@ -276,6 +278,15 @@ LAWS: dict[str, Callable[[AbstractSequenceModule], None]] = {
     "flops": lambda module: check_flops(module, 19),
 }
 """Every law at sizes for chunks of a few tokens, and `long` and `isolated` beyond one of 64 too."""
+
+OF_STATES = ("handled", "saved", "programs")
+"""Laws of what states hold: a form whose state is as another's need not be tried for them."""
+
+
+def each_law(forms: Iterable[_Form], as_others: Container[_Form]) -> list[tuple[_Form, str]]:
+    """Return each form with each law to try: `as_others` are those whose state is as another's."""
+    every = product(forms, LAWS)
+    return [(form, law) for form, law in every if form not in as_others or law not in OF_STATES]
 
 
 def broken_laws(build: Callable[[], AbstractSequenceModule]) -> dict[str, str]:
