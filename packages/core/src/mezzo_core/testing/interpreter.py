@@ -83,6 +83,7 @@ def speed_up_interpreter() -> None:
 
     _keep_types()
     _keep_operators()
+    _look_less()
     patch = interpreter._patch_lang
     assert_no_overflow = TritonSemantic.binary_op_sanitize_overflow_impl
     look_up = interpreter._get_np_dtype
@@ -119,6 +120,7 @@ def _keep_types() -> None:
     make_block, make_tensor = tl.block_type.__init__, tl.tensor.__init__
     broadcast = TritonSemantic.broadcast_impl_value
     blocks: dict[str, Any] = {}
+    changed: dict[str, Any] = {}  # blocks of another element, by the names of both
 
     def name_of(element_ty: Any, shape: Any) -> str:
         sizes = [size.value if isinstance(size, tl.constexpr) else size for size in shape]
@@ -146,9 +148,29 @@ def _keep_types() -> None:
             return lhs, rhs
         return broadcast(self, lhs, rhs)
 
+    def with_element_ty(self: Any, scalar_ty: Any) -> Any:
+        key = f"{self.name} {scalar_ty.name}"
+        if key not in changed:
+            changed[key] = tl.block_type(scalar_ty, self.shape)
+        return changed[key]
+
     tl.block_type.__new__, tl.block_type.__init__ = staticmethod(new_block), init_block
-    tl.tensor.__init__ = init_tensor
+    tl.block_type.with_element_ty, tl.tensor.__init__ = with_element_ty, init_tensor
     TritonSemantic.broadcast_impl_value = broadcast_of_two_shapes
+
+
+def _look_less() -> None:
+    """Take a tensor for what it is, and the size of its numbers for right."""
+    from triton.language import core
+    from triton.runtime.interpreter import TensorHandle
+
+    unwrap, plain = core._unwrap_if_constexpr, (core.tensor, core.dtype, int, float, type(None))
+
+    def unwrap_if_constexpr(x: Any) -> Any:
+        return x if type(x) in plain else unwrap(x)
+
+    core._unwrap_if_constexpr = unwrap_if_constexpr
+    TensorHandle.__post_init__ = lambda handle: None
 
 
 def _keep_operators() -> None:
