@@ -175,7 +175,7 @@ def _add_demo(app: typer.Typer, paper: Paper, plan: Demo) -> None:
             ),
         ] = None,
     ) -> None:
-        """In a minute: train the paper's tiny model and attention on novels, and see both."""
+        """In a minute: train a tiny model and attention on novels, and see both."""
         from mezzo_core.train.demo import run_demo
 
         if out is not None:

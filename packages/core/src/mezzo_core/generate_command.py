@@ -48,7 +48,7 @@ def add_generate(app: typer.Typer) -> None:
         ] = None,
         assistant: Annotated[
             Path | None,
-            typer.Option(help="A smaller model's run, which proposes tokens: the same, faster."),
+            typer.Option(help="A smaller model's run, which proposes tokens: same text, faster."),
         ] = None,
         num_beams: Annotated[
             int | None, typer.Option(help="Search the likeliest text as a whole with these beams.")

@@ -19,7 +19,7 @@ class GenerateOptions:
         max_new_tokens: tokens to write.
         temperature: 0 takes the likeliest token.
         top_k: only the k likeliest tokens.
-        top_p: only the likeliest mass p.
+        top_p: only the fewest tokens whose probabilities sum to p.
         seed: seed of the sampling.
         prefill_tokens: prompt tokens at a time, for bounded memory.
         num_samples: continuations of each prompt.

@@ -103,7 +103,7 @@ def test_a_model_that_diverged_with_every_seed_comes_last():
         assert "the other way (a diverged)" in Order()(CLAIM, first).summary
     assert outcome(Order(), measured(a=(1,), b=("diverged",))) is NOT_SETTLED
     for a, b in ((lost, lost), ((1, 2, 3), ("diverged", 2, 3)), ((1, 2, 3), ("OOM",) * 3)):
-        assert Order()(CLAIM, measured(a=a, b=b)).summary == "no two of them have numbers"
+        assert Order()(CLAIM, measured(a=a, b=b)).summary == "no two of the models have numbers"
     over = Order((Of("a", over=Of("b")), "b"))
     assert outcome(over, measured(a=lost, b=(1, 2, 3))) is NOT_SETTLED
 

@@ -351,7 +351,7 @@ def judge_pairs(pairs: Sequence[Pair], own: str = "") -> Judgement:
         first.startswith(own) and not second.startswith(own) for first, second in ahead
     )
     if len(pairs) < 3:
-        summary = "; ".join(map(str, pairs)) or "no two of them have numbers"
+        summary = "; ".join(map(str, pairs)) or "no two of the models have numbers"
         return Judgement(combine(outcomes), summary, tuple(map(str, pairs)), better)
     parts = [f"{outcomes.count(o)} {words}" for o, words in OF_PAIRS.items() if o in outcomes]
     summary = f"of {len(pairs)} neighbours {', '.join(parts)}"

@@ -7,15 +7,16 @@ A script says what to measure, in one function that takes `Options`, and ends wi
 """
 
 import argparse
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mezzo_core.console import complain
-from mezzo_core.errors import UserError, nearest
+from mezzo_core.errors import UserError, nearest, printable
 from mezzo_core.reproduction.origin import origin
 from mezzo_core.reproduction.result_file import Header, Result, say
 from mezzo_core.reproduction.runner import Job, fill
@@ -141,9 +142,10 @@ def run_script(
         found["models"] = tuple(name for name in models if name in found["models"])
         measure(Options(**found, device=torch.device("cpu" if found["dry_run"] else "cuda")))
     except UserError as error:
-        complain(f"error: {error}")
+        sys.stderr.write(f"error: {printable(str(error))}\n")
         return 2
     except StoppedError as stop:
-        complain(str(stop))
+        with suppress(OSError):  # the terminal may be closed
+            sys.stderr.write(f"{printable(str(stop))}\n")
         return stop.exit_code
     return 0

@@ -61,16 +61,6 @@ def statement(printed: Table | Claim) -> str:
     return printed.text if isinstance(printed, Claim) else printed.title
 
 
-def numbers(printed: Table | Claim) -> str:
-    """Return a table's title, or a claim's numbers; where it has none, its text."""
-    if isinstance(printed, Table):
-        return printed.title
-    values = [str(value) for value in printed.values]
-    if printed.labels:
-        values = [f"{label} {value}" for label, value in printed.labelled().items()]
-    return f"{printed.quantity}: {', '.join(values)}" if values else printed.text
-
-
 def place(printed: Table | Claim) -> str:
     """Return where the paper makes a claim, or the setting of a table."""
     return printed.where if isinstance(printed, Claim) else f"Setting: {printed.setting}"

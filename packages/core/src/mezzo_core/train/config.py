@@ -73,17 +73,17 @@ class Training:
         checkpoint_every: steps between checkpoints; the last step is always saved.
         keep_checkpoints: how many of the newest checkpoints are kept.
         precision: "bf16" is autocast with float32 weights; "auto" is "bf16" on a GPU, else "fp32".
-        compile: run the model through torch.compile: a small one whole, of a large one each of its
-            `units()`, so that the first step does not take longer for more layers.
+        compile: run the model through torch.compile: a small one whole, a large one layer by layer,
+            so that the first step does not take longer for more layers.
         cuda_graph: on a GPU, replay each step as one CUDA graph, once two have run: for models so
             small that the host is slower than the GPU, in one process. Losses are the same up to
             rounding. The graph keeps the memory that a step needs.
-        activation_checkpointing: keep the input of each of the model's `units()` alone for the
-            backward, which computes the rest again: less memory, and one more forward.
-        shard: what each of several processes holds. False: a whole copy of the weights, gradients
-            and AdamW moments, 16 bytes a parameter (20 while gradients are exchanged). True: its
-            part of them, with 4 bytes a parameter between micro batches (FSDP2); the weights are
-            gathered whenever they are needed. None shards if a copy would take more
+        activation_checkpointing: keep the input of each layer alone for the backward, which
+            computes the rest again: less memory, and one more forward.
+        shard: whether each process holds a part of the model. False: a whole copy of the weights,
+            gradients and AdamW moments, 16 bytes a parameter (20 while gradients are exchanged).
+            True: its part of them, with 4 bytes a parameter between micro batches (FSDP2); the
+            weights are gathered whenever they are needed. None shards if a copy would take more
             than half of a GPU's memory. Losses and checkpoints are the same.
         context_parallel: P, the processes that share each sequence. Each has a part of its tokens
             and passes the states of all layers on to the next: for sequences that are too long for
