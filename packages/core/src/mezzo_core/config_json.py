@@ -114,7 +114,7 @@ def check_rules(config: Any, rules: Mapping[str, tuple[bool, str]]) -> None:
     """
     for name, (is_met, allowed) in rules.items():
         if not is_met:
-            raise UserError(f"{name} must be {allowed}, got {getattr(config, name)}")
+            raise UserError(f"{name} must be {allowed}, got {getattr(config, name)!r}")
 
 
 def differences(ours: Any, usual: Any, unsaid: Sequence[str] = ()) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from reprlib import repr as shorten
 from typing import Protocol
 
-from mezzo_core.config_json import check_fields
+from mezzo_core.config_json import check_fields, check_rules
 from mezzo_core.data.batches import BatchSource, TextData
 from mezzo_core.data.corpora import Corpus, open_corpus
 from mezzo_core.data.streaming import StreamedText
@@ -79,15 +79,13 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("source", "tokenizer", "text_column", "validation_source"):
-            if getattr(self, name) == "":
-                raise UserError(f"{name} must be text that is not empty")
-        if not 0 < self.validation_fraction <= 1:
-            raise UserError(
-                f"validation_fraction must be above 0, to 1, got {self.validation_fraction}"
-            )
-        if self.seed < 0:
-            raise UserError(f"seed must be from 0 to 2^63 - 1, got {self.seed}")
+        texts = ("source", "tokenizer", "text_column", "validation_source")
+        rules = {
+            **{name: (getattr(self, name) != "", "text that is not empty") for name in texts},
+            "validation_fraction": (0 < self.validation_fraction <= 1, "above 0, to 1"),
+            "seed": (self.seed >= 0, "from 0 to 2^63 - 1"),
+        }
+        check_rules(self, rules)
 
     def build(
         self, seq_len: int, cache_dir: Path | None, *, rank: int = 0, world_size: int = 1

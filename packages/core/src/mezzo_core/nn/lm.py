@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mezzo_core.config_json import check_fields
+from mezzo_core.config_json import check_fields, check_rules
 from mezzo_core.nn.block import MixerBlockConfig
 from mezzo_core.nn.configs import MixerConfig, StackConfig
 from mezzo_core.nn.contract import AbstractStack, Run, run_eagerly
@@ -58,18 +58,18 @@ class LMConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("vocab_size", "d_model"):
-            if not 1 <= getattr(self, name) <= _LARGEST:
-                raise ValueError(f"{name} must be from 1 to 2^31 - 1, got {getattr(self, name)}")
+        above_0 = "above 0 and at most 100"  # beyond that float32 overflows somewhere
+        rules = {
+            "vocab_size": (1 <= self.vocab_size <= _LARGEST, "from 1 to 2^31 - 1"),
+            "d_model": (1 <= self.d_model <= _LARGEST, "from 1 to 2^31 - 1"),
+            "norm_eps": (0 < self.norm_eps <= 100, above_0),
+            "init_std": (0 < self.init_std <= 100, above_0),
+        }
+        check_rules(self, rules)
         if self.stack is None and not self.mixers:
             raise ValueError("mixers must have one item a layer, got none (or give a stack)")
         if self.stack is not None and (self.mixers or self.mlp != MLPConfig()):
             raise ValueError("mixers and mlp describe a stack, and so does stack: give one of them")
-        for name in ("norm_eps", "init_std"):
-            if not 0 < getattr(self, name) <= 100:  # beyond that float32 overflows somewhere
-                raise ValueError(
-                    f"{name} must be above 0 and at most 100, got {getattr(self, name)}"
-                )
 
     def build(self) -> "LM":
         """Build the model, on torch's default device, with its weights drawn by `init_weights`.

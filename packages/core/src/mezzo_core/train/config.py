@@ -5,9 +5,9 @@ A recipe is a function that returns a `TrainConfig`; a variant is `dataclasses.r
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from mezzo_core.config_json import check_fields
+from mezzo_core.config_json import check_fields, check_rules
 from mezzo_core.data import DataConfig, SourceConfig
 from mezzo_core.errors import UserError
 from mezzo_core.nn.lm import LMConfig
@@ -38,19 +38,15 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        _check("lr", self.lr, 0 < self.lr < math.inf, "above 0")
-        _check("min_lr", self.min_lr, 0 <= self.min_lr <= self.lr, f"from 0 to lr = {self.lr}")
-        _check(
-            "warmup_fraction", self.warmup_fraction, 0 <= self.warmup_fraction <= 1, "from 0 to 1"
-        )
-        _check(
-            "betas",
-            self.betas,
-            all(0 <= beta < 1 for beta in self.betas),
-            "two numbers from 0 to below 1",
-        )
-        _check("weight_decay", self.weight_decay, 0 <= self.weight_decay < math.inf, "0 or more")
-        _check("clip", self.clip, self.clip > 0, "above 0 (inf clips nothing)")
+        rules = {
+            "lr": (0 < self.lr < math.inf, "above 0"),
+            "min_lr": (0 <= self.min_lr <= self.lr, f"from 0 to lr = {self.lr}"),
+            "warmup_fraction": (0 <= self.warmup_fraction <= 1, "from 0 to 1"),
+            "betas": (all(0 <= beta < 1 for beta in self.betas), "two numbers from 0 to below 1"),
+            "weight_decay": (0 <= self.weight_decay < math.inf, "0 or more"),
+            "clip": (self.clip > 0, "above 0 (inf clips nothing)"),
+        }
+        check_rules(self, rules)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,34 +112,27 @@ class Training:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name in ("seq_len", "batch_size", "steps", "eval_every", "checkpoint_every"):
-            _check_count(name, getattr(self, name))
-        _check_count("keep_checkpoints", self.keep_checkpoints)
-        _check("seed", self.seed, self.seed >= 0, "from 0 to 2^63 - 1")
-        _check(
-            "context_parallel",
-            self.context_parallel,
-            1 <= self.context_parallel <= self.seq_len,
-            f"from 1 to seq_len = {self.seq_len}",
-        )
+        counts = ("seq_len", "batch_size", "steps", "eval_every", "checkpoint_every")
+        batches, most = self.eval_batches, self.stop_at_accuracy
+        parts = self.micro_batch_size
+        rules = {
+            **{name: (_is_count(getattr(self, name)), _COUNT) for name in counts},
+            "keep_checkpoints": (_is_count(self.keep_checkpoints), _COUNT),
+            "seed": (self.seed >= 0, "from 0 to 2^63 - 1"),
+            "context_parallel": (
+                1 <= self.context_parallel <= self.seq_len,
+                f"from 1 to seq_len = {self.seq_len}",
+            ),
+            "eval_batches": (batches is None or _is_count(batches), f"{_COUNT} (or None)"),
+            "stop_at_accuracy": (most is None or 0 <= most <= 1, "from 0 to 1 (or None)"),
+            "micro_batch_size": (
+                parts is None or (parts >= 1 and self.batch_size % parts == 0),
+                f"a divisor of batch_size = {self.batch_size} (or None)",
+            ),
+        }
+        check_rules(self, rules)
         if self.cuda_graph and self.activation_checkpointing:
             raise UserError("cuda_graph and activation_checkpointing do not go together")
-        if self.eval_batches is not None:
-            _check_count("eval_batches", self.eval_batches, " (or None)")
-        if self.stop_at_accuracy is not None:
-            _check(
-                "stop_at_accuracy",
-                self.stop_at_accuracy,
-                0 <= self.stop_at_accuracy <= 1,
-                "from 0 to 1 (or None)",
-            )
-        if self.micro_batch_size is not None:
-            _check(
-                "micro_batch_size",
-                self.micro_batch_size,
-                self.micro_batch_size >= 1 and self.batch_size % self.micro_batch_size == 0,
-                f"a divisor of batch_size = {self.batch_size} (or None)",
-            )
 
 
 @dataclass(frozen=True)
@@ -160,13 +149,11 @@ class TrainConfig(Training):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check("name", self.name, bool(self.name.strip()), "a name that is not empty")
+        check_rules(self, {"name": (bool(self.name.strip()), "a name that is not empty")})
 
 
-def _check_count(name: str, value: int, also: str = "") -> None:
-    _check(name, value, 1 <= value < 2**31, f"from 1 to 2^31 - 1{also}")
+_COUNT = "from 1 to 2^31 - 1"
 
 
-def _check(name: str, value: Any, good: bool, allowed: str) -> None:
-    if not good:
-        raise UserError(f"{name} must be {allowed}, got {value!r}")
+def _is_count(value: int) -> bool:
+    return 1 <= value < 2**31
