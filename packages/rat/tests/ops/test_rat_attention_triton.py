@@ -299,18 +299,18 @@ def test_a_step_beyond_the_room_reads_no_angle_beyond_the_table(monkeypatch, rop
 
 
 def test_registered_ops_are_sound():
-    inputs = draw(1, 20, 2, 1, 32)
+    inputs = draw(1, 9, 2, 1, 32)
     x, bias = (v.requires_grad_() for v in inputs.values())
     ops = torch.ops.mezzo_rat
-    form = Form(2, 1, True, 8, "chunk", 1e4, 0.2)
+    form = Form(2, 1, True, 4, "chunk", 1e4, 0.2)
     torch.library.opcheck(ops.rat_attention, (x, bias, None, *form))
-    borders = torch.tensor([0, 7, 20], device=DEVICE)
+    borders = torch.tensor([0, 7, 9], device=DEVICE)
     torch.library.opcheck(ops.rat_attention, (x, bias, borders, *form))
     state = init_state(1, 2, 32, dtype=torch.float32, device=torch.device(DEVICE))
-    state = reserve(state, 40, 8)
+    state = reserve(state, 20, 4)
     *running, lengths = state
     running = [field.clone().requires_grad_() for field in running]
-    for added, some_bias in ((20, bias), (13, None)):
+    for added, some_bias in ((9, bias), (5, None)):
         call = (x, some_bias, *running, lengths, torch.tensor([added], device=DEVICE), *form)
         torch.library.opcheck(ops.rat_attention_continued, call)
     x, bias = x.detach(), bias.detach()

@@ -11,7 +11,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_rat_attention(has_bias):
-    B, T, H, D, L = 2, 40, 2, 32, 16
+    B, T, H, D, L = 2, 20, 1, 32, 16
 
     def draw():
         bias = {"gate_bias": torch.randn(H, D, device=DEVICE)} if has_bias else {}
