@@ -25,7 +25,7 @@ WORDS = {
     "drt/train_documents": (*ONE, "--models", DRT, f"{DRT}, projected"),
     "gsa/ablation": (*ONE, "1", "--models", "HGRN2"),
     "gsa/accelerate_fla": (),
-    "gsa/decoding": (),
+    "gsa/decoding": ("--models", "assistant, 15 tokens", "continuous batching"),
     "gsa/t2r": (*ONE, "--models", "Transformer", "GSA", "GSA from nothing"),
     "rat/train_gpus": ("--models", "RAT(L=16), 200m, 1 GPU"),
     "rat/train_six": (*ONE, "1", "--models", "RNN", "Attention, ALiBi"),

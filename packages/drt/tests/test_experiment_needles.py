@@ -10,6 +10,7 @@ import pytest
 import torch
 from mezzo_core.reproduction import Options
 from mezzo_core.reproduction.measurement import How, read_result
+from mezzo_core.train.log import RunLog
 from mezzo_drt.reproduction.claims import REPRODUCTION
 
 SCRIPT = Path(__file__).parents[1] / "experiments/needles.py"
@@ -22,7 +23,8 @@ TABLES = {PASSKEY: "drt.table2.single_niah", TWO_HOP: "drt.table2.two_hop_niah"}
 def dry_run(folder, *words):
     folders = ["--out", str(folder / "results/cpu"), "--runs", str(folder / "runs")]
     command = ["needles.py", "--dry-run", "--seeds", "0", *folders, *words]
-    with patch("sys.argv", command):
+    # The figures of losses would take time.
+    with patch("sys.argv", command), patch.object(RunLog, "plot", lambda log: None):
         return needles.run_script(
             needles.measure, "Find.", needles.MODELS, trains=True, parallel=True
         )
