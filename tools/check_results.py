@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from mezzo_core.reproduction.figures import draw_result, model_names
 from mezzo_core.reproduction.markdown import results_markdown, write_numbers
@@ -24,6 +25,9 @@ from PIL import Image
 ROOT = Path(__file__).parents[1]
 PRINTED = "src/*/reproduction/published.toml"
 PACKAGES = sorted(path.parents[3] for path in ROOT.glob(f"packages/*/{PRINTED}"))
+SHARED = ROOT / "packages/core"
+"""What has results of several packages, and no paper."""
+FOLDERS = (*PACKAGES, SHARED, ROOT)
 CHECKSUM = "Result"
 """The name of a figure's checksum in its file."""
 
@@ -33,12 +37,14 @@ def documents(folder: Path) -> dict[Path, str]:
     found = sources(folder)
     pages = (folder / "README.md", *site_pages(folder))
     texts = {page: write_numbers(page.read_text(encoding="utf-8"), found) for page in pages}
-    if folder != ROOT:
+    if folder == ROOT:
+        return texts
+    told: tuple[Any, ...] = ()
+    if folder in PACKAGES:
         paper = reproduction(folder)
-        text = results_markdown(
-            folder / "results", f"mezzo-{paper.name}", paper.published, paper.committed()
-        )
-        texts[folder / "RESULTS.md"] = text
+        told = (paper.published, paper.committed())
+    name = f"mezzo-{folder.name.replace('_', '-')}"
+    texts[folder / "RESULTS.md"] = results_markdown(folder / "results", name, *told)
     return texts
 
 
@@ -101,6 +107,6 @@ if __name__ == "__main__":
     for package in PACKAGES if "--figures" in sys.argv else ():
         draw_figures(package)
         link_figures(package)
-    for folder in (*PACKAGES, ROOT):
+    for folder in FOLDERS:
         for path, text in documents(folder).items():
             path.write_text(text, encoding="utf-8")

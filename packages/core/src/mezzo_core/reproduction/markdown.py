@@ -15,12 +15,15 @@ KINDS = ("speed", "training", "recall", "timings")
 
 
 def results_markdown(
-    folder: Path, title: str, published: Published, findings: Sequence[Finding]
+    folder: Path,
+    title: str,
+    published: Published | None = None,
+    findings: Sequence[Finding] = (),
 ) -> str:
     """Return the text of a package's RESULTS.md: each table and claim, and results with figures.
 
-    The findings are about all tables and claims, by the committed results in the folder, whose
-    `notes.md` may have a line "MACHINE/NAME: note" for each.
+    The findings are about all tables and claims of the paper, if the package has one, by the
+    committed results in the folder, whose `notes.md` may have a line "MACHINE/NAME: note" for each.
 
     Raises:
         UserError: if a file is no result.
