@@ -25,7 +25,7 @@ def keep_graphs(model: LM) -> Iterator[None]:
 
     A capture takes as long as many steps. Calls share one if they have as many rows, the same
     sampling and the same assistant, and if their states have the same shapes: those of
-    recurrent models always do, those of attention if prompt and new tokens are as long together.
+    recurrent models always do, those of attention if prompt plus new tokens have the same length.
     Until this ends, buffers as large as the states stay in memory. The results are the same.
     """
     if model in _idle:

@@ -26,7 +26,7 @@ def linear_cross_entropy_fwd(
 def cross_entropy(
     logits: Tensor, targets: Tensor, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:
-    """Return the same of logits (..., V) that are there, with hits (...)."""
+    """Return the loss of given logits (..., V), and the hits (...), as above."""
     wide = logits.to(accumulation_dtype(logits.dtype)).flatten(0, -2)
     loss = F.cross_entropy(wide, targets.flatten(), ignore_index=ignore_index, reduction="sum")
     return loss, (logits.argmax(-1) == targets) & (targets != ignore_index)
