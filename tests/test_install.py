@@ -39,20 +39,36 @@ def unpack(folder: Path, *wheels: Path) -> None:
             archive.extractall(folder)
 
 
-def run(code: str, site: Path, blocked: tuple[str, ...] = ()) -> str:
-    """Run code where mezzo comes from `site` alone and `blocked` packages cannot be imported."""
-    guard = "import sys\n" + "".join(f"sys.modules[{name!r}] = None\n" for name in blocked)
-    env = {**os.environ, "PYTHONPATH": str(site)}
+FORK = """
+import json, os, sys, torch
+for site, blocked, code in json.load(sys.stdin):
+    if os.fork() == 0:
+        sys.path.insert(0, site)
+        sys.modules.update(dict.fromkeys(blocked))
+        exec(code)
+        sys.stdout.flush()
+        os._exit(0)
+    if os.wait()[1]:
+        sys.exit(f"{site} failed")
+    print("END")
+    sys.stdout.flush()
+"""
+"""Torch is imported once for all parts; after a fork, each is alone."""
+
+
+def run(*parts: tuple[str, Path, tuple[str, ...]]) -> list[str]:
+    """Run code where mezzo comes from a folder alone and the packages named cannot be imported."""
     done = subprocess.run(
-        [sys.executable, "-c", guard + code],
-        env=env,
-        cwd=site,
+        [sys.executable, "-c", FORK],
+        input=json.dumps([(str(site), blocked, code) for code, site, blocked in parts]),
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        cwd=parts[0][1],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    return [told.strip() for told in done.stdout.split("END\n")[:-1]]
 
 
 HEAVY = ("datasets", "transformers", "safetensors", "tokenizers", "typer", "rich", "matplotlib")
@@ -70,15 +86,14 @@ model = LMConfig(vocab_size=11, d_model=16, mixers=mixers, mlp=MLPConfig()).buil
 assert model(torch.zeros(1, 5, dtype=torch.int64)).logits.shape == (1, 5, 11)
 print(mezzo_core.__file__)
 """
-    assert run(code, tmp_path, (*HEAVY, *map(module, PAPERS))).startswith(str(tmp_path))
+    (told,) = run((code, tmp_path, (*HEAVY, *map(module, PAPERS))))
+    assert told.startswith(str(tmp_path))
 
 
-@pytest.mark.parametrize("paper", PAPERS)
-def test_with_only_core_a_paper_has_its_layers_and_its_commands_say_what_is_missing(
-    wheels, tmp_path, paper
-):
+def layers_and_help(wheels, folder, paper):
+    """Return what runs with only core and one paper: its code, folder, and what is not there."""
     name = module(paper)
-    unpack(tmp_path, wheels["mezzo_core"], wheels[name])
+    unpack(folder, wheels["mezzo_core"], wheels[name])
     others = tuple(module(other) for other in PAPERS if other != paper)
     layers = (ROOT / "packages" / paper / "tests/layers.txt").read_text().splitlines()
     code = f"""
@@ -93,9 +108,17 @@ try:
 except SystemExit as stop:
     print(stop.code)
 """
-    place, message = run(code, tmp_path, (*HEAVY, *others)).split("\n", 1)
-    assert place.startswith(str(tmp_path))
-    assert f"pip install '{name.replace('_', '-')}[train]'" in message
+    return code, folder, (*HEAVY, *others)
+
+
+def test_with_only_core_a_paper_has_its_layers_and_its_commands_say_what_is_missing(
+    wheels, tmp_path
+):
+    told = run(*(layers_and_help(wheels, tmp_path / paper, paper) for paper in PAPERS))
+    for paper, words in zip(PAPERS, told, strict=True):
+        place, message = words.split("\n", 1)
+        assert place.startswith(str(tmp_path / paper))
+        assert f"pip install '{module(paper).replace('_', '-')}[train]'" in message
 
 
 def test_the_wheels_hold_what_the_commands_need(wheels):
@@ -128,7 +151,7 @@ def test_installed_papers_give_the_answers_of_the_checkout(wheels, tmp_path):
     unpack(tmp_path, *wheels.values())
     names = [module(paper) for paper in WITH_CLAIMS]
     code = f"import json\n{inspect.getsource(answers)}print(json.dumps([*map(answers, {names})]))"
-    for paper, installed in zip(WITH_CLAIMS, json.loads(run(code, tmp_path)), strict=True):
+    for paper, installed in zip(WITH_CLAIMS, json.loads(*run((code, tmp_path, ()))), strict=True):
         assert installed == json.loads(json.dumps(answers(module(paper)))), paper
         measured = (ROOT / "packages" / paper / "results/nvidia-h200").exists()
         assert any("nvidia-h200/" in summary for *_, summary in installed) == measured
