@@ -4,9 +4,10 @@ import gc
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
@@ -109,6 +110,18 @@ def pytest_runtestloop() -> None:
     gc.freeze()
     gc.enable()
     gc.set_threshold(100_000)
+    if log := sys.modules.get("mezzo_core.train.log"):
+        DRAWN.append(log.draw_losses)
+        log.draw_losses = lambda *_: None
+
+
+DRAWN: list[Callable[..., None]] = []
+
+
+@pytest.fixture
+def losses_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw the losses of runs, which takes longer than the runs: other tests do not look at it."""
+    monkeypatch.setattr("mezzo_core.train.log.draw_losses", DRAWN[0])
 
 
 def pytest_report_header() -> str:

@@ -8,7 +8,6 @@ from unittest.mock import patch
 import pytest
 from mezzo_core.reproduction import gpus
 from mezzo_core.reproduction.result_file import read_file
-from mezzo_core.train.log import RunLog
 from mezzo_drt.recipes import PAPER_NAMES
 from mezzo_recurrent_transformer.recipes import with_layers
 
@@ -64,7 +63,6 @@ def test_a_rehearsal_fills_the_files_that_are_committed(name, tmp_path, monkeypa
     package, script = name.split("/")
     path = ROOT / package / "experiments" / f"{script}.py"
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(RunLog, "plot", lambda log: None)  # would take most of the time
     monkeypatch.setattr(gpus, "run_processes", lambda _, work, *given: {0: work(*given)})
     command = ["--dry-run", "--out", "results/cpu", *WORDS[name]]
     if "trains=True" in path.read_text(encoding="utf-8") and "--data" not in command:

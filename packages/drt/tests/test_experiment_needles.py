@@ -10,7 +10,6 @@ import pytest
 import torch
 from mezzo_core.reproduction import Options
 from mezzo_core.reproduction.measurement import How, read_result
-from mezzo_core.train.log import RunLog
 from mezzo_drt.reproduction.claims import REPRODUCTION
 
 SCRIPT = Path(__file__).parents[1] / "experiments/needles.py"
@@ -23,8 +22,7 @@ TABLES = {PASSKEY: "drt.table2.single_niah", TWO_HOP: "drt.table2.two_hop_niah"}
 def dry_run(folder, *words):
     folders = ["--out", str(folder / "results/cpu"), "--runs", str(folder / "runs")]
     command = ["needles.py", "--dry-run", "--seeds", "0", *folders, *words]
-    # The figures of losses would take time.
-    with patch("sys.argv", command), patch.object(RunLog, "plot", lambda log: None):
+    with patch("sys.argv", command):
         return needles.run_script(
             needles.measure, "Find.", needles.MODELS, trains=True, parallel=True
         )

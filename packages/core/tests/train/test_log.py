@@ -9,6 +9,8 @@ from mezzo_core.errors import UserError
 from mezzo_core.train.log import RunLog, read_rows
 from mezzo_core.train.loop import train
 
+pytestmark = pytest.mark.usefixtures("losses_drawn")
+
 
 def row(step, loss=1.0):
     return {

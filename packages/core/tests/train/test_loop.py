@@ -97,6 +97,7 @@ def test_a_run_that_is_accurate_enough_ends_and_stays_ended(tiny, tmp_path, rows
     assert longer.steps == config.steps
 
 
+@pytest.mark.usefixtures("losses_drawn")
 def test_the_folder_holds_what_others_need(tiny, tmp_path):
     config = tiny()
     result = train(config, tmp_path, quiet=True)
