@@ -26,10 +26,6 @@ OWN_TOKENS = None if "MEZZO_TOKENS" in os.environ else tempfile.mkdtemp(prefix="
 if OWN_TOKENS:
     os.environ["MEZZO_TOKENS"] = OWN_TOKENS
 
-# pytest listens to each logger that keeps its records to itself. While anybody listens to this one,
-# torch.compile writes down every graph for it.
-logging.getLogger("torch.__trace").propagate = True
-
 # Triton reads this when a kernel is defined, so it is set before any test is collected.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -106,10 +102,15 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
-    """Search for garbage seldom, and only among what tests make: what was imported stays anyway."""
+    """Do less between tests, and search for garbage only among what they make, and seldom."""
     gc.freeze()
     gc.enable()
     gc.set_threshold(100_000)
+    # Before each test, pytest listens to each logger that keeps its records to itself: torch has
+    # forty. While anybody listens to torch.__trace, torch.compile writes down every graph for it.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.propagate = True
     if log := sys.modules.get("mezzo_core.train.log"):
         DRAWN.append(log.draw_losses)
         log.draw_losses = lambda *_: None
