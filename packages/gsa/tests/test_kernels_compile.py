@@ -4,7 +4,6 @@ Each form compiles in a process of its own, forked from one in which this file r
 Kernels of two forms that are equal come from Triton's cache.
 """
 
-import sys
 from contextlib import contextmanager
 from functools import partial
 
@@ -212,16 +211,10 @@ LAWS = {
 }
 
 
-# Few processes import the libraries, and several, so that workers share the compiling.
-NAMES = [*FORMS, *LAWS]
-PROCESSES = 2
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(PROCESSES))
-def test_every_kernel_compiles_for_hopper_and_once_for_all(part):
-    run_compiling(__file__, *NAMES[part::PROCESSES])
+def test_every_kernel_compiles_for_hopper_and_once_for_all():
+    run_compiling(__file__)
 
 
 if __name__ == "__main__":
-    compile_apart(lambda name: LAWS.get(name, partial(compile_form, name))(), sys.argv[1:])
+    compile_apart(lambda name: LAWS.get(name, partial(compile_form, name))(), [*FORMS, *LAWS])
