@@ -5,6 +5,7 @@ This is needed because the interpreter also runs kernels that the compiler would
 
 import gc
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -104,14 +105,14 @@ def stack_of(kernel: Any) -> int:
     return int(told.split("STACK:")[1].split()[0])
 
 
-def run_compiling(script: str | Path, *arguments: str) -> None:
-    """Run a Python script that compiles kernels, in a process without Triton's interpreter.
+def run_compiling(*scripts: str | Path) -> None:
+    """Run Python scripts that compile kernels, in forks of a process without the interpreter.
 
     Raises:
-        AssertionError: if it fails, with the end of what it printed.
+        AssertionError: if one fails, with the end of what they printed.
     """
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(script), *arguments]
+    command = [sys.executable, "-m", __name__, *map(str, scripts)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
@@ -156,3 +157,11 @@ class _AbsentGPU:
 
     def get_current_stream(self, device: int) -> int:
         return 0
+
+
+def _run_script(path: str) -> None:
+    runpy.run_path(path, run_name="__main__")
+
+
+if __name__ == "__main__":
+    compile_apart(_run_script, sys.argv[1:])
