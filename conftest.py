@@ -6,10 +6,9 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
-from importlib.util import cache_from_source, find_spec
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -74,30 +73,6 @@ def pytest_xdist_setupnodes(specs: Sequence[object]) -> None:
     """
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(specs)))
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # the inductor starts no pool of processes
-    if OWN_TOKENS and not Path(cache_from_source(find_spec("torch._dynamo").origin)).exists():
-        os.environ["MEZZO_FIRST_IS_AHEAD"] = f"{OWN_TOKENS}/first-is-ahead"
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection() -> None:
-    """Wait for the first worker where libraries have no bytecode: each would compile all of it."""
-    path = os.environ.get("MEZZO_FIRST_IS_AHEAD")
-    if path and os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0":
-        until = time.monotonic() + 120
-        while not Path(path).exists() and time.monotonic() < until:
-            time.sleep(0.1)
-
-
-def pytest_collectreport(report: pytest.CollectReport) -> None:
-    """Tell the others when the first worker has imported what tests/ does."""
-    if report.nodeid.startswith("packages/"):
-        pytest_collection_finish()
-
-
-def pytest_collection_finish() -> None:
-    """Tell them at the latest when it has collected all tests."""
-    if path := os.environ.get("MEZZO_FIRST_IS_AHEAD"):
-        Path(path).touch()
 
 
 @pytest.hookimpl(tryfirst=True)
