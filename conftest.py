@@ -100,12 +100,6 @@ def losses_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mezzo_core.train.log.draw_losses", DRAWN[0])
 
 
-def pytest_sessionfinish() -> None:
-    """Search all garbage once; pytest does so five times more, for interpreters that need it."""
-    gc.collect()
-    gc.freeze()
-
-
 def pytest_report_header() -> str:
     """Say with what the tests run: the versions differ between environments."""
     names = [name for name in ("torch", "triton", "numpy") if find_spec(name)]

@@ -99,9 +99,10 @@ def test_a_lost_process_ends_the_others_with_one_line(tiny, tmp_path, train_in_p
 def test_gradients_are_exchanged_once_after_the_last_micro_batch(
     tiny, answers_of_processes, shared, stages, parts
 ):
-    """Also where they share each sequence, block by block, then compiled, or all blocks at once."""
-    compiled = shared == 2 and stages == "blocks"
-    config = tiny(compile=compiled, activation_checkpointing=True, context_parallel=shared)
+    """Also where the two processes share each sequence, block by block or all blocks at once."""
+    config = tiny(
+        compile=stages == "blocks", activation_checkpointing=True, context_parallel=shared
+    )
     answers, _ = answers_of_processes("exchange", config, stages, size=2)
     for found in answers:
         assert max(part["error"] for part in found.values()) < 1e-6
