@@ -23,7 +23,7 @@ _POSITIONS, _BORDERS, _START = (
     Shapes(cu_seqlens="int: borders"),
     Shapes(start="int: B"),
 )
-_ROTATED = Shapes(x="B T H D", cos="... T pairs", sin="... T pairs")
+_ROTATED = Shapes(x="B T H D", cos="... T D/2", sin="... T D/2")
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ValueError: if the shapes of the angles do not fit x.
     """
     sizes = _ROTATED.check("apply_rope", x, cos, sin)
-    if cos.ndim not in (2, 3) or 2 * sizes["pairs"] != sizes["D"]:
+    if cos.ndim not in (2, 3) or 2 * sizes["D/2"] != sizes["D"]:
         raise ValueError(
             "apply_rope: cos and sin must be (T, D/2) or (B or 1, T, D/2) for x "
             f"{tuple(x.shape)}, got {tuple(cos.shape)}"

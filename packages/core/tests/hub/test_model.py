@@ -157,7 +157,12 @@ def test_a_prompt_of_embeddings_is_learned(model):
     learned = [weight for weight in tuned.parameters() if weight.grad is not None]
     assert [weight.shape for weight in learned] == [(3, 16)]
     assert learned[0].grad.abs().amax(-1).gt(0).all()
-    assert tuned.generate(input_ids=TOKENS, max_new_tokens=4).shape == (8, 24)
+    tuned.eval()
+    with_cache, without = (
+        tuned.generate(input_ids=TOKENS, max_new_tokens=4, do_sample=False, use_cache=use_cache)
+        for use_cache in (True, False)
+    )
+    assert torch.equal(with_cache, without)
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
@@ -386,10 +391,11 @@ def test_places_may_be_told_where_they_are_those_of_the_real_tokens(model):
         TOKENS[:, 7:12], attention_mask=mask[:, :12], past_key_values=cache,
         position_ids=places[:, 7:12],
     )  # fmt: skip
-    on = torch.arange(12, 14)[None]
-    model(TOKENS[:, 12:14], past_key_values=cache, position_ids=on)
+    given = {"past_key_values": cache, "position_ids": places[:, 7:12]}
     with pytest.raises(UserError, match="or on from the cache"):
-        model(TOKENS[:, 14:16], past_key_values=cache, position_ids=on)
+        model(TOKENS[:, 12:17], attention_mask=mask[:, :17], **given)
+    with pytest.raises(UserError, match="need the attention_mask of all tokens"):
+        model(TOKENS[:, 12:17], **given)
 
 
 def test_a_cache_of_another_model_is_refused(model):

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from mezzo_core.errors import UserError
 from mezzo_core.nn import (
+    LM,
     AttentionConfig,
     LMConfig,
     beam_search,
@@ -51,6 +52,19 @@ def test_a_sharded_model_has_the_loss_and_gradients_of_a_whole_one(mesh, compile
     torch.testing.assert_close(loss_and_gradients(sharded, loss), wanted)
     sums = [lm.score(TOKENS[:, :-1], TOKENS[:, 1:])[:3] for lm in (sharded, whole)]
     torch.testing.assert_close(*sums)
+
+
+class Doubled(LM):
+    def loss(self, *arguments, **options):
+        return 2 * super().loss(*arguments, **options)
+
+
+def test_the_loss_of_a_subclass_stays_its_own(mesh):
+    whole, sharded = (build(m, lambda lm: lm) for m in (None, mesh))
+    for lm in (whole, sharded):
+        lm.__class__ = type("Doubled", (Doubled, type(lm)), {})
+    found = [lm.loss(TOKENS[:, :-1], TOKENS[:, 1:]).item() for lm in (whole, *[sharded] * 3)]
+    assert found == pytest.approx([found[0]] * 4)
 
 
 def test_what_needs_whole_weights_says_where_they_are(mesh, tmp_path):

@@ -5,6 +5,8 @@ import torch
 from mezzo_core.ops.scan import linear_scan
 from mezzo_core.ops.scan.doubling import doubling_scan
 from mezzo_core.testing import assert_close
+from torch import nn
+from torch.export import Dim
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 33])
@@ -18,6 +20,19 @@ def test_it_is_the_linear_scan(num_tokens, chunk_size, begins):
     wanted = linear_scan(a, x, initial_state=h0, chunk_size=chunk_size)
     for name, mine, truth in zip(("h", "last"), found, wanted, strict=True):
         assert_close(name, mine, truth, rtol=1e-5)
+
+
+class Scan(nn.Module):
+    def forward(self, a, x):
+        return doubling_scan(a, x, None, None, 0, "reference")[0]
+
+
+def test_an_export_scans_texts_of_any_length():
+    a, x = torch.rand(2, 1, 100, 3)
+    tokens = Dim("tokens", min=2)
+    shapes = ({1: tokens}, {1: tokens})
+    program = torch.export.export(Scan(), (a[:, :9], x[:, :9]), dynamic_shapes=shapes)
+    assert_close("h", program.module()(a, x), linear_scan(a, x)[0], rtol=1e-5)
 
 
 def test_packed_sequences_are_refused():

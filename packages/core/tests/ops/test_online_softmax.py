@@ -39,6 +39,13 @@ def test_parts_merge_into_the_softmax_over_all_keys_with_exact_gradients(cut):
     )
 
 
+@pytest.mark.any_shapes
+def test_it_compiles_in_one_graph():
+    outs, lses = torch.randn(2, 3, 2).unbind(), torch.randn(2, 3).unbind()
+    compiled = torch.compile(merge, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(outs, lses), merge(outs, lses))
+
+
 def test_a_nan_stays_in_its_row_and_what_an_empty_part_holds_does_not_count():
     outs = [torch.randn(3, 2).requires_grad_() for _ in range(2)]
     lses = [torch.randn(3).requires_grad_() for _ in range(2)]

@@ -88,12 +88,13 @@ def test_heads_of_several_tiles_equal_the_definition(gate):
     check(draw(1, 5, 1, 1, 136, 200, gate=gate))
 
 
-@pytest.mark.parametrize("gate", ["channel", "head"])
-def test_states_flow_from_segment_to_segment(gate, monkeypatch):
+@pytest.mark.parametrize(("gate", "packed"), [("channel", False), ("head", False), ("head", True)])
+def test_states_flow_from_segment_to_segment(gate, packed, monkeypatch):
     monkeypatch.setattr("mezzo_gsa.ops.chunking.chunks.SEGMENT", 128)
-    inputs = draw(1, 330, 1, 1, 16, 16, gate=gate)  # three segments
+    borders = torch.tensor([0, 3, 200, 200, 330], device=DEVICE) if packed else None
+    inputs = draw(1, 330, 1, 1, 16, 16, gate=gate, states=4 if packed else None)
     inputs["g"] *= 0.03
-    check(inputs)
+    check(inputs, borders)
 
 
 @pytest.mark.parametrize("gate", ["channel", "head"])

@@ -133,11 +133,13 @@ def test_gradients_flow_through_both_states(dtype):
     check(draw(2, 70, dtype=dtype, state=True), through_state=True, scale=0.3)
 
 
-def test_memories_flow_from_segment_to_segment(monkeypatch):
+@pytest.mark.parametrize("packed", [False, True])
+def test_memories_flow_from_segment_to_segment(packed, monkeypatch):
     monkeypatch.setattr("mezzo_gsa.ops.chunking.chunks.SEGMENT", 128)
-    inputs = draw(1, 330, 2, 1, 8, 8, 5, state=True, strength=True)  # three segments
+    borders = torch.tensor([0, 3, 200, 200, 330], device=DEVICE) if packed else None
+    inputs = draw(1, 330, 2, 1, 8, 8, 5, state=4 if packed else True, strength=True)
     inputs["g"] *= 0.06
-    check(inputs, through_state=True, scale=0.3)
+    check(inputs, through_state=True, scale=0.3, cu_seqlens=borders)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -173,7 +173,11 @@ class HFTokenizer:
         return self._backend.decode(list(tokens), skip_special_tokens=True)
 
     def token_bytes(self, token: int, *, first: bool = False) -> int:
-        """Return the bytes of the token's text."""
+        """Return the bytes of the token's text.
+
+        Of a text that begins with a space this is one too few, if the tokenizer would add one: it
+        then adds none, and the token cannot tell.
+        """
         once, twice = (self.decode([token] * n) for n in (1, 2))
         piece = self._backend.id_to_token(token) or ""
         added = first and self._adds_space and piece.startswith("Ġ")

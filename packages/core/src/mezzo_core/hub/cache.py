@@ -16,7 +16,7 @@ from mezzo_core.hub.padding import Padding
 from mezzo_core.nn.contract import AbstractSequenceModule
 from mezzo_core.nn.lm import LM
 from mezzo_core.nn.rewinding import Kept, Rewinding
-from mezzo_core.nn.sharded import has_parts
+from mezzo_core.nn.sharded import lacks_weights
 
 _LEAST_ROOM = 64
 """Tokens for which the first step of a decoding makes room; later the room doubles."""
@@ -35,7 +35,7 @@ class HeldState:
                 elsewhere until needed.
         """
         places = {str(weight.device) for weight in module.parameters()}
-        if any(map(has_parts, module.modules())):
+        if lacks_weights(module):
             places.add("those of other processes (FSDP2)")
         if len(places) > 1 or "meta" in places:
             raise UserError(

@@ -4,7 +4,7 @@ import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -123,7 +123,8 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
             cache = MezzoCache(self.lm, len(tokens))
         padding = _padding(tokens, attention_mask)
         past = 0 if cache is None else cache.get_seq_length()
-        _check_places(others.pop("position_ids", None), tokens, attention_mask, past)
+        if isinstance(others.get("position_ids"), Tensor):
+            _check_places(others.pop("position_ids"), tokens, attention_mask, past)
         _refuse(others)
         # The token of padding may be none of the model's.
         tokens = tokens if padding is None else padding.to_end(tokens)
@@ -227,6 +228,14 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
             cache = model_kwargs[CACHE] = MezzoCache(self.lm, batch_size)
         cache.allow_rollback(room)
 
+    @wraps(GenerationMixin.prepare_inputs_for_generation)
+    def prepare_inputs_for_generation(self, *arguments: Any, **options: Any) -> dict[str, Any]:
+        """Prepare a step; PEFT looks for the cache by the name of older versions."""
+        given: dict[str, Any] = super().prepare_inputs_for_generation(*arguments, **options)
+        if CACHE in given:
+            given.setdefault("past_key_values", given[CACHE])
+        return given
+
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         """Tell `generate` to leave the cache to `forward`."""
@@ -287,16 +296,16 @@ def _tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
 
 
 def _check_places(
-    position_ids: Tensor | None, tokens: Tensor, attention_mask: Tensor | None, past: int
+    position_ids: Tensor, tokens: Tensor, attention_mask: Tensor | None, past: int
 ) -> None:
     """Refuse other places than those of `Padding`, which count real tokens."""
-    if position_ids is None:
-        return
-    if attention_mask is None:
-        attention_mask = tokens.new_ones(tokens.shape[:2], dtype=torch.int64)
-    (B, T), S = tokens.shape[:2], attention_mask.shape[1]
-    real = attention_mask[:, S - T :].bool()
-    wanted = attention_mask.bool().cumsum(1)[:, S - T :] - 1 + max(past + T - S, 0)
+    B, T = tokens.shape[:2]
+    if attention_mask is None and past == 0:
+        attention_mask = tokens.new_ones((B, T), dtype=torch.int64)
+    if attention_mask is None or attention_mask.shape[1] < past + T:
+        raise UserError("position_ids need the attention_mask of all tokens, the cache's too")
+    real = attention_mask[:, -T:].bool()
+    wanted = attention_mask.bool().cumsum(1)[:, -T:] - 1
     if tuple(position_ids.shape) not in {(1, T), (B, T)} or ((position_ids != wanted) & real).any():
         raise UserError(
             "position_ids must count the real tokens of each row from 0, or on from the cache, as "

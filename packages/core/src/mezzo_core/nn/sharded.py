@@ -4,7 +4,8 @@ One process does not import FSDP, which is slow to import.
 """
 
 from collections.abc import Callable
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -13,29 +14,27 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-class entry(Generic[Arguments, Result]):  # noqa: N801 (a decorator)
-    """A method for which FSDP2 gathers a model's weights, as it does for `forward`.
+def entry(
+    method: Callable[Concatenate[Any, Arguments], Result],
+) -> Callable[Concatenate[Any, Arguments], Result]:
+    """Make a method for which FSDP2 gathers a model's weights, as it does for `forward`.
 
     Of a model that is not sharded it is a method like others.
     """
 
-    def __init__(self, method: Callable[Concatenate[Any, Arguments], Result]) -> None:
-        self._method = method
+    @wraps(method)
+    def call(model: Any, *arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+        if not has_parts(model):
+            return method(model, *arguments, **options)
+        from torch.distributed.fsdp import register_fsdp_forward_method
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
+        name = method.__name__
+        vars(model)[name] = method.__get__(model)  # what is registered, and replaced
+        register_fsdp_forward_method(model, name)
+        registered: Callable[Arguments, Result] = vars(model).pop(name)
+        return registered(*arguments, **options)
 
-    def __get__(self, model: Any, owner: type | None = None) -> Callable[Arguments, Result]:
-        if model is None:
-            return self._method  # type: ignore[return-value]
-        bound = self._method.__get__(model, owner)
-        if has_parts(model):
-            from torch.distributed.fsdp import register_fsdp_forward_method
-
-            vars(model)[self._name] = bound  # what is registered, and replaced
-            register_fsdp_forward_method(model, self._name)
-            return vars(model)[self._name]
-        return bound
+    return call
 
 
 def has_parts(model: nn.Module) -> bool:
@@ -59,13 +58,22 @@ def whole_weights(model: nn.Module) -> dict[str, Any]:
     return get_model_state_dict(model, options=options)
 
 
+def lacks_weights(model: nn.Module) -> bool:
+    """Tell whether other processes hold parts of any of the model's weights."""
+    if not dist.is_initialized():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(weight, DTensor) for weight in model.parameters())
+
+
 def check_whole(model: nn.Module) -> None:
     """Check that this process holds all weights, as decoding and saving need them.
 
     Raises:
         ValueError: if it holds a part of them.
     """
-    if any(map(has_parts, model.modules())):
+    if lacks_weights(model):
         raise ValueError(
             "the model is sharded (FSDP2), and this needs it whole: the first process may give "
             "what mezzo_core.nn.whole_weights(model) returns to save_model, or load it into a "

@@ -21,7 +21,8 @@ class Shapes:
     """
 
     def __init__(self, *, filled: str = "", **shapes: str) -> None:
-        self._filled, self._shapes = frozenset(filled.split()), list[_Shape]()
+        self._filled = frozenset(filled.split())
+        self._shapes: list[_Shape] = []
         for name, words in shapes.items():
             shape, _, optional = words.partition(" | ")
             kind, _, letters = shape.rpartition(": ")
@@ -61,7 +62,7 @@ class Shapes:
             fits = len(found) == len(letters)
             for letter, size in zip(letters, found, strict=False):
                 fits = fits and sizes.setdefault(letter, size) == size
-                fits = fits and (size != 0 or letter not in self._filled)
+                fits = fits and (letter not in self._filled or size != 0)
             if not fits:
                 wanted = self._in_words(letters, dict([*sizes.items()][:num_known]))
                 raise ValueError(f"{op}: {name} must be {wanted}, got {tuple(x.shape)}")
@@ -78,7 +79,8 @@ class Shapes:
             size = known.get(letter, letter)
             parts += size if isinstance(size, tuple) else (size,)
         filled = [part for part in parts if part in self._filled]
-        words = f"({', '.join(map(str, parts))}{',' if len(parts) == 1 else ''})"
+        # torch.compile traces no str(): so it shows this message, and not one of its own.
+        words = f"({', '.join([f'{part}' for part in parts])}{',' if len(parts) == 1 else ''})"
         return f"{words}, {', '.join(filled)} at least 1" if filled else words
 
 

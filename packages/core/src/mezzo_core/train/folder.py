@@ -244,7 +244,7 @@ def _is_place(name: str, *values: Any) -> bool:
     if not all(isinstance(value, str) and not value.startswith(HUB_PREFIX) for value in values):
         return False
     if name == "init_from":
-        return not Path(values[0]).exists()
+        return not os.path.exists(values[0])  # noqa: PTH110 (False for a path that cannot be)
     return _PLACE.fullmatch(name) is not None
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from mezzo_rat.ops.gated_scan.op import differentiable_gated_scan
 from mezzo_rat.ops.gated_scan.reference import gated_scan_reference
 
-_PROJECTION = Shapes(zvg="B T W", filled="W")
-_SHAPES = Shapes(zvg="B T W", gate_bias="C | None", initial_state="S C | None")
+_PROJECTION = Shapes(zvg="B T 3C", filled="3C")
+_SHAPES = Shapes(zvg="B T 3C", gate_bias="C | None", initial_state="S C | None")
 
 
 class GatedScanOutput(NamedTuple):
@@ -93,7 +93,7 @@ def _check(
     cu_seqlens: Tensor | None,
     lengths: Tensor | None,
 ) -> None:
-    W = _PROJECTION.check("gated_scan", zvg)["W"]
+    W = _PROJECTION.check("gated_scan", zvg)["3C"]
     if W % 3:
         raise ValueError(f"gated_scan: zvg must be (B, T, 3C), got {tuple(zvg.shape)}")
     S = count_sequences("gated_scan", cu_seqlens, zvg)
