@@ -5,10 +5,12 @@ One process does not import FSDP, which is slow to import.
 
 from collections.abc import Callable
 from functools import wraps
+from types import MethodType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
 from torch import nn
+from torch._compile import _disable_dynamo
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -26,15 +28,20 @@ def entry(
     def call(model: Any, *arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
         if not has_parts(model):
             return method(model, *arguments, **options)
-        from torch.distributed.fsdp import register_fsdp_forward_method
-
-        name = method.__name__
-        vars(model)[name] = method.__get__(model)  # what is registered, and replaced
-        register_fsdp_forward_method(model, name)
-        registered: Callable[Arguments, Result] = vars(model).pop(name)
-        return registered(*arguments, **options)
+        return _registered(model, method)(*arguments, **options)
 
     return call
+
+
+@_disable_dynamo  # torch.compiler.disable, which would import the compiler here
+def _registered(model: Any, method: Callable[..., Result]) -> Callable[..., Result]:
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    name = method.__name__
+    vars(model)[name] = MethodType(method, model)  # what is registered, and replaced
+    register_fsdp_forward_method(model, name)
+    registered: Callable[..., Result] = vars(model).pop(name)
+    return registered
 
 
 def has_parts(model: nn.Module) -> bool:
