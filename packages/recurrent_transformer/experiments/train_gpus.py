@@ -33,7 +33,7 @@ def measure(options: Options) -> None:
         )
         for name, (layers, setting) in ROWS.items()
     }
-    time_trainings(options, rows, "262,144 tokens")
+    time_trainings(options, rows, "262,144 tokens (300M weights)")
 
 
 if __name__ == "__main__":

@@ -35,12 +35,14 @@ def time_trainings(
     Args:
         options: of the script.
         rows: each run, and in how many processes it trains. It gets the text of the options.
-        setting: how much a step trains on.
+        setting: how much a step trains on, and what is the same in all rows.
     """
     most = max(1, torch.cuda.device_count())
     for row in options.models:
         if rows[row][1] > most:
             say(f"{row}: not measured, with {most} GPUs")
+    is_compiled = all(run.compile for run, _ in rows.values())
+    how = "layers and loss compiled" if is_compiled else "without torch.compile"
     columns = COLUMNS if has_known_peak(options.device) else (COLUMNS[0], COLUMNS[-1])
     options.run(
         "train_gpus",
@@ -51,7 +53,7 @@ def time_trainings(
         ],
         title="Whole models on one GPU and on two",
         setting=f"{STEPS} steps of {setting} by the recipes, but for the vocabulary, which is that "
-        f"of {Path(options.tokenizer).name}; bf16 autocast over float32, layers and loss compiled; "
+        f"of {Path(options.tokenizer).name}; bf16 autocast over float32, {how}; "
         f"speed: of all GPUs, median after {WARMUP} steps; the peak is the data sheet's, at 3 "
         "times the forward's FLOPs",
         how="scaled down" if options.dry_run else "other hardware",
