@@ -236,10 +236,16 @@ def test_sequences_that_cannot_be_shared_are_refused(tiny):
 
 
 def test_parts_of_a_sequence_take_the_same_work(tiny):
-    """Half of the keys that all tokens see are those of the first T / sqrt 2."""
+    """Half of the keys that all tokens see are those of the first T / sqrt 2.
+
+    Where attention has as many FLOPs as all else, it takes twice as long: x + 2 x^2 = 3 / 2.
+    """
     stack = BlocksConfig((MixerBlockConfig(AttentionConfig(head_dim=16), MLPConfig(hidden=1)),))
     model = LMConfig(vocab_size=1, d_model=32, stack=stack).build()
     assert part_borders(model, 2**20, 2) == (0, pytest.approx(2**20 / 2**0.5, rel=1e-2), 2**20)
+    model = LMConfig(1, 32, mixers=(AttentionConfig(head_dim=16),)).build()
+    assert model.flops_per_token(388) == 2 * model.flops_per_token(1)
+    assert part_borders(model, 388, 2)[1] == pytest.approx(388 * (13**0.5 - 1) / 4, abs=1)
     window = replace(tiny().model, mixers=(AttentionConfig(head_dim=16, window_size=1),)).build()
     assert part_borders(window, 48, 3) == (0, 16, 32, 48)
     assert part_borders(window, 3, 3) == (0, 1, 2, 3)

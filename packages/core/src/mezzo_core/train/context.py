@@ -33,8 +33,12 @@ _MOST = 64
 """The most tensors that are under way before their sender waits, as in a long evaluation."""
 
 
+_ATTENTION_COST = 2
+"""How much longer a FLOP of attention takes than one of a matrix product, as RAT's on an H200."""
+
+
 def part_borders(model: LM, num_tokens: int, count: int) -> tuple[int, ...]:
-    """Return where the parts of a sequence begin and end, so that all take as many FLOPs.
+    """Return where the parts of a sequence begin and end, so that all take as long.
 
     Later tokens of attention have more to attend to, so that later parts are shorter. Borders in
     long sequences are multiples of 128, which tiles and most chunks divide.
@@ -50,8 +54,10 @@ def part_borders(model: LM, num_tokens: int, count: int) -> tuple[int, ...]:
             f"a sequence of {num_tokens} tokens cannot be divided by context_parallel = {count}"
         )
 
+    first = model.flops_per_token(1)
+
     def work(end: int) -> float:
-        return end * model.flops_per_token(end)
+        return end * (first + _ATTENTION_COST * (model.flops_per_token(end) - first))
 
     step = 128 if num_tokens >= 128 * 16 * count else 1
     borders, share = [0], work(num_tokens) / count

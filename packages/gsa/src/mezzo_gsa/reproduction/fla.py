@@ -70,13 +70,13 @@ def jobs(shapes: Shapes, device: str) -> list[Job]:
 
         theirs = [f"fla {__version__}"]
     found = []
-    for (B, T), (name, sizes), impl in product(
-        shapes.batches, shapes.ops().items(), [ours, *theirs]
+    for impl, (name, sizes), (B, T) in product(
+        [ours, *theirs], shapes.ops().items(), shapes.batches
     ):
         make = partial(_op, name, (B, T), sizes, impl in theirs, shapes.seconds)
         found.append(op_job(f"{name} op", impl, {"B": B, "T": T, **sizes}, make))
     eager = [f"{ours}, eager"] if device == "cuda" else []
-    for name, impl, (B, T) in product(shapes.layers(), [ours, *eager, *theirs], shapes.batches):
+    for impl, name, (B, T) in product([ours, *eager, *theirs], shapes.layers(), shapes.batches):
         make = partial(_layer, shapes, name, (B, T), impl)
         sizes = {"B": B, "T": T, "C": shapes.d_model} | (
             {"M": shapes.num_slots} if name == "gsa" else {}
