@@ -80,7 +80,7 @@ class Speeds:
         usual = self.full if device.type == "cuda" else self.cpu or self.dry
         sizes = replace(self.dry if quick else usual, device=device.type)
         jobs = [job for make in self.makers.values() for job in make(sizes)[1]]
-        known = [*self.makers, *dict.fromkeys(job.cells[0].model for job in jobs)]
+        known = [*self.makers, *dict.fromkeys(c.model for job in jobs for c in job.cells)]
         for name in only:
             if name not in known:
                 raise UserError(f"nothing that is timed is named {name!r}{nearest(name, known)}")
