@@ -159,7 +159,6 @@ WORK = {
     f"{DRT1}, 4 x 16,384": partial(drt, DRT1),
     "twelve recurrent layers, 32 x 512": partial(recurrent, 32),
     "twelve recurrent layers, 128 x 512": partial(recurrent, 128),
-    "twelve recurrent layers, 512 x 512": partial(recurrent, 512),
 }
 
 if __name__ == "__main__":
