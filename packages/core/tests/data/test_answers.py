@@ -122,6 +122,8 @@ def test_parts_of_a_batch_are_those_of_its_processes(text):
     batch = AnswersConfig(text).build(48, None).train_batch(0, 4)
     parts = [batch.part(i, 2) for i in range(2)]
     assert [one for part in parts for one in examples_of(part)] == examples_of(batch)
+    for part in (batch, *parts):  # the head need not read the prompts
+        assert len(part.places) < part.targets.numel()
 
 
 @torch.no_grad()
@@ -129,7 +131,7 @@ def test_an_example_in_a_row_has_the_loss_that_it_has_alone(text):
     torch.manual_seed(0)
     model = LMConfig(vocab_size=257, d_model=16, mixers=(AttentionConfig(head_dim=8),)).build()
     batch = AnswersConfig(text).build(48, None).train_batch(0, 2)
-    packed = model.loss(batch.tokens, batch.targets, batch.cu_seqlens, reduction="sum")
+    packed = model.loss(*batch, reduction="sum")
     alone = 0.0
     for its, asked in examples_of(batch):
         tokens = torch.tensor([[*its.encode(), 256]])

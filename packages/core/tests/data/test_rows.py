@@ -2,7 +2,10 @@
 
 import numpy as np
 import pytest
-from mezzo_core.data import Rows, RowsData
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from mezzo_core.data import Batch, Rows, RowsData
 
 
 def rows(first, count):
@@ -57,18 +60,23 @@ def test_each_test_row_is_read_once_and_filler_has_no_targets():
         assert (part[5:] == filler).all()
 
 
-def test_few_targets_of_a_fixed_number_have_their_places_told():
+def test_the_places_of_targets_are_told():
     batch = source().train_batch(0, 8)
     assert batch.places.tolist() == [4 * row + 3 for row in range(8)]
     for part in (batch.part(0, 2), batch.part(1, 2)):
         assert part.places.tolist() == [4 * row + 3 for row in range(4)]
     assert next(source().validation_batches(4)).places is None
-    many, some = rows(0, 20), rows(0, 20)
-    many.targets[:, 1:] = 1
-    some.targets[3, 0] = 1
-    for each in (many, some):
-        data = RowsData("task", each, each, vocab_size=500, seed=0)
-        assert data.train_batch(0, 8).part(0, 2).places is None
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=50))
+def test_batches_have_the_places_of_all_targets_and_few_shapes(are_targets):
+    targets = torch.tensor(are_targets).long()[None] - 1
+    targets = targets.where(targets == 0, -100)
+    places = Batch(targets, targets).with_places().places
+    assert len(set(places.tolist())) == len(places) <= sum(are_targets) + -(-len(are_targets) // 8)
+    assert set(np.flatnonzero(are_targets)) <= set(places.tolist())
+    eighth = -(-len(are_targets) // 8)
+    assert len(places) % eighth == 0 or len(places) == len(are_targets)
 
 
 def test_the_fingerprint_tells_what_is_learned_from():

@@ -27,15 +27,19 @@ class Batch(NamedTuple):
     tokens: Tensor  # (B, T) int64, or (1, B*T)
     targets: Tensor  # the same shape, int64; NO_TARGET (-100) where there is nothing to predict
     cu_seqlens: Tensor | None = None  # int32 from 0 to B*T, padded with B*T to a fixed length
-    places: Tensor | None = None  # (N,) int64, of the targets among B*T; None: not told
+    places: Tensor | None = None  # (N,) int64 among B*T, with those of all targets; None: all
 
     def with_places(self) -> "Batch":
-        """Return the batch with the places of its targets, so that the head reads no others.
+        """Return the batch with the places of its targets, so that the head reads few others.
 
-        For rows that all have as many targets, few of them: compiled and captured steps want the
-        same shapes in each batch.
+        Other places fill their number up to one eighth of all, or two, and so on: compiled and
+        captured steps want the same shapes in each batch.
         """
-        return self._replace(places=(self.targets.flatten() != NO_TARGET).nonzero()[:, 0])
+        are_targets = self.targets.flatten() != NO_TARGET
+        eighth = -(-len(are_targets) // 8)
+        eighths = max(-(-int(are_targets.sum()) // eighth), 1)
+        places = are_targets.argsort(descending=True, stable=True)
+        return self._replace(places=places[: eighths * eighth])
 
     def part(self, index: int, count: int) -> "Batch":
         """Return one of `count` parts with equally many windows, for micro-batches and processes.
@@ -67,7 +71,8 @@ class Batch(NamedTuple):
         borders = self.cu_seqlens.new_full((slots,), size)
         borders[: last - first] = self.cu_seqlens[first:last] - start
         chosen = slice(start, start + size)
-        return Batch(self.tokens[:, chosen], self.targets[:, chosen], borders)
+        part = Batch(self.tokens[:, chosen], self.targets[:, chosen], borders)
+        return part if self.places is None else part.with_places()
 
 
 def make_batch(

@@ -39,8 +39,6 @@ class RowsData(BatchSource):
         self.seq_len, self.vocab_size = train.inputs.shape[1], vocab_size
         self._train, self._test = train, test
         self.num_train_tokens = train.inputs.size
-        counts = np.unique((train.targets != NO_TARGET).sum(1))
-        self._gives_places = len(counts) == 1 and 2 * int(counts[0]) <= self.seq_len
         digest = sha256()
         for part in train:
             digest.update(np.ascontiguousarray(part).data)
@@ -68,8 +66,7 @@ class RowsData(BatchSource):
             generator = np.random.default_rng((self._seed, epoch))
             self._order = (epoch, generator.permutation(num_rows))
         chosen = self._order[1][place * batch_size : (place + 1) * batch_size]
-        batch = Batch(*(torch.from_numpy(part[chosen]) for part in self._train))
-        return batch.with_places() if self._gives_places else batch
+        return Batch(*(torch.from_numpy(part[chosen]) for part in self._train)).with_places()
 
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield the test rows, in order; rows of zeros without targets complete the last batch."""
