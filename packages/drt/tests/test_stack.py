@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from mezzo_core.testing.numerics import assert_close
 from mezzo_drt import DRTConfig
 from torch import nn
 from torch.nn.functional import rms_norm
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 C, L, R, W, D = 12, 4, 2, 7, 6
@@ -164,6 +166,26 @@ def test_gradients_are_those_of_finite_differences():
     stack = build(replace(CONFIG, num_layers=2, num_groups=1, num_encoder_layers=1))
     x = 0.5 * torch.randn(1, 4 * L, C, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: stack(x)[0], x, fast_mode=True)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_units_that_are_computed_twice_have_the_same_gradients(reentrant):
+    stack = build(CONFIG)
+    x = torch.randn(2, 5 * L + 1, C, dtype=torch.float64)
+
+    def again(forward, *tensors, **named):
+        return checkpoint(partial(forward, **named), *tensors, use_reentrant=reentrant)
+
+    def gradients():
+        stack.zero_grad()
+        inputs = x.clone().requires_grad_()
+        stack(inputs)[0].square().sum().backward()
+        return [inputs.grad, *(weight.grad for weight in stack.parameters())]
+
+    wanted = gradients()
+    for unit in stack.units():
+        unit.forward = partial(again, unit.forward)
+    torch.testing.assert_close(gradients(), wanted)
 
 
 def test_gradients_of_each_row_may_be_taken_by_vmap():

@@ -49,18 +49,24 @@ class UpperLayer(nn.Module):
         self,
         x: Tensor,
         cache: KVCache | None,
-        memory: Memory,
-        reads: Reads,
+        k: Tensor,
+        v: Tensor,
+        indices: Tensor,
+        weights: Tensor,
         places: Places,
         readers: Readers | None = None,
     ) -> tuple[Tensor, KVCache | None]:
         """Map (B, P, C) to (B, P, C).
 
+        Each tensor that needs a gradient is an argument: reentrant checkpoints see no others.
+
         Args:
             x: the residual stream at all places of the call.
             cache: of the window attention, before the call.
-            memory: of the chunks that may be read.
-            reads: what each of the N chunks of the grid reads.
+            k: of `Memory`, the chunks that may be read.
+            v: likewise.
+            indices: of `Reads`, what each of the N chunks of the grid reads.
+            weights: likewise.
             places: of the call.
             readers: who reads each chunk, if layers share their lists.
         """
@@ -69,13 +75,14 @@ class UpperLayer(nn.Module):
         )
         u = x + mixed
         q = places.to_chunks(self.wq(self.cross_norm(u)))
-        return self._finish(u, places.from_chunks(self._read(q, memory, reads, readers))), cache
+        read = self._read(q, k, v, Reads(indices, weights), readers)
+        return self._finish(u, places.from_chunks(read)), cache
 
     def step(self, x: Tensor, cache: KVCache, memory: Memory, reads: Reads) -> Tensor:
         """Run one place of every row, (B, 1, C), which reads (B, 1, R); overwrites the cache."""
         u = x + self.attention.step(self.attention_norm(x), cache)
         q = self.wq(self.cross_norm(u))[:, None]
-        return self._finish(u, self._read(q, memory, reads)[:, 0])
+        return self._finish(u, self._read(q, memory.k, memory.v, reads)[:, 0])
 
     def flops(self, num_tokens: int, chunk_size: int, num_retrieved: int) -> float:
         """Return the FLOPs of all places of so many tokens, in chunks of L that read up to R."""
@@ -89,15 +96,13 @@ class UpperLayer(nn.Module):
         return attention + 2 * weights * places + 4 * self.wq.in_features * L * reads
 
     def _read(
-        self, q: Tensor, memory: Memory, reads: Reads, readers: Readers | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, reads: Reads, readers: Readers | None = None
     ) -> Tensor:
         """Attend to the chunks that are read, (B, N, M, C) to (B, N, M, C)."""
-        if memory.k.shape[1] == 0:  # no chunk is complete
+        if k.shape[1] == 0:  # no chunk is complete
             return q.new_zeros(q.shape)
-        heads = q.unflatten(-1, (-1, memory.k.shape[-1])).to(memory.k.dtype)
-        out = grouped_cross_attention(
-            heads, memory.k, memory.v, *reads, softmax1=self.softmax1, readers=readers
-        )
+        heads = q.unflatten(-1, (-1, k.shape[-1])).to(k.dtype)
+        out = grouped_cross_attention(heads, k, v, *reads, softmax1=self.softmax1, readers=readers)
         return out.flatten(-2).to(q.dtype)
 
     def _finish(self, u: Tensor, read: Tensor) -> Tensor:

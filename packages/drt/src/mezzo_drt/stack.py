@@ -378,4 +378,4 @@ class DRT(AbstractStack):
 
     def _encode(self, chunks: Tensor) -> Memory:
         """Encode chunks (B, N, L + 1, C)."""
-        return cast(Memory, self.encoder(chunks))
+        return Memory(*self.encoder(chunks))  # a reentrant checkpoint returns a plain tuple

@@ -72,7 +72,7 @@ class UpperLayers(nn.ModuleList):
                     here = replaced(here, indices=indices)
                 if h.is_cuda and torch.is_grad_enabled():  # the backward of the kernels needs them
                     readers = readers_of(here.indices, readable.k.shape[1])
-            h, new = layer(h, cache, readable, here, places, readers)
+            h, new = layer(h, cache, readable.k, readable.v, *here, places, readers)
             after.append(new)
         return h, after, reads
 
