@@ -81,14 +81,17 @@ def test_a_run_goes_on_when_its_start_has_moved(tiny, tmp_path, start, rows_of):
         return configure(tiny(), flags, (), (), None, None, folder, out)
 
     train(configured(start, 2), tmp_path / "run", quiet=True)
-    copy = shutil.copytree(start, tmp_path / "copy")
-    with pytest.raises(UserError, match=r"init_from is '.* there"):  # both are: another model
-        train(configured(copy, 3), tmp_path / "run", quiet=True)
+    copy, other = shutil.copytree(start, tmp_path / "copy"), tmp_path / "other"
     shutil.rmtree(start)
+    save_model(tiny().model.build(), tiny().model, other)
+    with pytest.raises(UserError, match=r"init_from is '.* there"):  # it is no copy
+        train(configured(other, 3), tmp_path / "run", quiet=True)
     train(configured(copy, 3), tmp_path / "run", quiet=True)
     assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 2, 3]
     shutil.rmtree(copy)
     train(configured(copy, 4), tmp_path / "run", quiet=True)
+    with pytest.raises(UserError, match=r"init_from is '.* there"):
+        train(configured(other, 5), tmp_path / "run", quiet=True)
 
 
 def test_weights_of_another_model_are_refused_in_one_line(tiny, tmp_path, start):

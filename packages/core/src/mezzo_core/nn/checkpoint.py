@@ -194,6 +194,13 @@ def copy_weights(folder: str | Path, model: LM) -> None:
         weight.copy_(weights[name])
 
 
+def weights_checksum(folder: str | Path) -> int | None:
+    """Return the checksum of a saved model's weights that its config.json notes, if it does."""
+    description = _read_description(_existing(Path(folder).resolve()) / CONFIG)
+    checksum: int | None = description["weights_crc32"]
+    return checksum
+
+
 def current_name(name: str) -> str:
     """Return a weight's current name: models saved before version 0.2 had no `stack` in names."""
     return f"stack.{name}" if name.startswith("blocks.") else name

@@ -19,7 +19,7 @@ from mezzo_core.data.hub import HUB_PREFIX
 from mezzo_core.data.texts import TextConfig, name_texts
 from mezzo_core.errors import UserError
 from mezzo_core.files import acquire, read_json, remove_scratch, write_whole
-from mezzo_core.nn.checkpoint import check_replaceable
+from mezzo_core.nn.checkpoint import check_replaceable, weights_checksum
 from mezzo_core.paths import check_writable
 from mezzo_core.train.config import TrainConfig
 
@@ -48,6 +48,7 @@ _PLACE = re.compile(r"data(\.text|\.texts\[\d+\])?\.(source|validation_source|to
 _CONFIG, _CORPUS, _LOCK = "config.json", "corpus.json", ".mezzo.lock"
 # The other files of a run, which starting over removes.
 _WRITTEN = ("checkpoints", "model", "tensorboard", "log.jsonl", "log.csv", "loss.png", _CORPUS)
+_START = "weights_crc32"  # in corpus.json: of the model that the run started from
 _TYPE = f"{TrainConfig.__module__}:{TrainConfig.__name__}"
 
 
@@ -92,16 +93,26 @@ def check_folder(out: Path, config: TrainConfig, *, resume: bool, may_move: bool
             "train into another folder"
         )
     if resume:
-        # `check_corpus` reads corpus.json, which older versions did not write, to go on.
-        begun = (out / _CORPUS).exists() and any((out / "checkpoints").glob("step-*"))
-        may_move = may_move and begun
-        _refuse_another(out, with_defaults(found, config), to_json(config), may_move=may_move)
+        found, may_move = with_defaults(found, config), may_move and _has_begun(out)
+        if may_move and config.init_from not in (None, found["init_from"]):
+            start = read_json(out / _CORPUS).get(_START)
+            if start is not None and start == weights_checksum(config.init_from):
+                found["init_from"] = config.init_from  # it has moved
+        _refuse_another(out, found, to_json(config), may_move=may_move)
     elif config.init_from and Path(config.init_from).resolve() == (out / "model").resolve():
         raise UserError(
             f"starting over in {out} would remove the model that it is to start from: "
             "train into another folder"
         )
     check_replaceable(out / "model")
+
+
+def _has_begun(out: Path) -> bool:
+    """Tell whether a run can go on in a folder, and what it was trained on is noted there.
+
+    Older versions wrote no corpus.json.
+    """
+    return (out / _CORPUS).exists() and any((out / "checkpoints").glob("step-*"))
 
 
 @contextmanager
@@ -146,6 +157,10 @@ def claim_folder(out: Path, config: TrainConfig, fingerprint: str, *, resume: bo
     """
     check_folder(out, config, resume=resume, may_move=True)
     with _explained(out):
+        noted = read_json(out / _CORPUS) if resume and _has_begun(out) else {}
+        if not noted and config.init_from is not None:
+            noted[_START] = weights_checksum(config.init_from)
+        noted["fingerprint"] = fingerprint
         if not resume:
             _remove_run(out)
         for name in (_CONFIG, _CORPUS, "log.jsonl", "log.csv"):
@@ -153,7 +168,7 @@ def claim_folder(out: Path, config: TrainConfig, fingerprint: str, *, resume: bo
         with naming(out / _CONFIG):
             write_whole(out / _CONFIG, json.dumps(to_json(config), indent=2) + "\n")
         with naming(out / _CORPUS):
-            write_whole(out / _CORPUS, json.dumps({"fingerprint": fingerprint}) + "\n")
+            write_whole(out / _CORPUS, json.dumps(noted) + "\n")
 
 
 @contextmanager
@@ -238,14 +253,10 @@ def _differences(found: Any, wanted: Any, name: str = "", *, may_move: bool = Fa
 def _is_place(name: str, *values: Any) -> bool:
     """Tell whether a field says where a text or tokenizer is, whose fingerprint covers all of it.
 
-    That of a stream from the hub does not. A model to start from that is not there any more may
-    have moved: nothing reads it again.
+    That of a stream from the hub does not.
     """
-    if not all(isinstance(value, str) and not value.startswith(HUB_PREFIX) for value in values):
-        return False
-    if name == "init_from":
-        return not os.path.exists(values[0])  # noqa: PTH110 (False for a path that cannot be)
-    return _PLACE.fullmatch(name) is not None
+    told = all(isinstance(value, str) and not value.startswith(HUB_PREFIX) for value in values)
+    return told and _PLACE.fullmatch(name) is not None
 
 
 def check_corpus(out: Path, data: SourceConfig, fingerprint: str) -> None:
