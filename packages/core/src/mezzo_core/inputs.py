@@ -234,12 +234,14 @@ def open_told_data(
 
 
 def check_has_fields(config: TextConfig) -> None:
-    """Refuse the name of a field where no text has any.
+    """Refuse the name of a field, but the usual one, where no text has any.
 
     Raises:
         UserError: if all texts are .txt files or the novels, or one cannot be found.
     """
     texts = texts_of(config)
+    if texts[0].text_column == DataConfig.text_column:  # all have the same
+        return
     sources = {text.source for text in texts} | {text.validation_source for text in texts}
     for source in sources - {None, "embedded"}:
         assert source is not None

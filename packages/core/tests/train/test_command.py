@@ -207,7 +207,8 @@ def test_the_name_of_a_field_is_refused_where_no_text_has_fields(command, tmp_pa
     refused = "--text-column names a field, and "
     assert refused in one_line(command(*told, "--text-column", "body"))
     assert not out.exists()
-    assert command(*told)[0] == 0
+    assert command(*told, "--text-column", "text")[0] == 0
+    assert command.eval(out, "--text-column", "text")[0] == 0
     for where in ((), ("--data", words), ("--data", "embedded")):
         assert refused in one_line(command.eval(out, *where, "--text-column", "body"))
     fields = tmp_path / "fields.csv"
