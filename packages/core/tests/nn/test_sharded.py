@@ -88,3 +88,13 @@ def test_a_sharded_model_of_transformers_generates_without_a_cache_alone(mesh):
     with pytest.raises(UserError, match=r"on cpu and those of .* \(FSDP2\).* use_cache=False"):
         model.generate(TOKENS, max_new_tokens=2)
     assert model.generate(TOKENS, max_new_tokens=2, use_cache=False).shape == (2, 11)
+
+
+def test_a_sharded_model_of_transformers_is_saved_by_its_whole_weights(mesh, tmp_path):
+    hub = pytest.importorskip("mezzo_core.hub")
+    model = build(mesh, lambda lm: hub.MezzoForCausalLM.around(lm, hub.MezzoConfig(CONFIG)))
+    with pytest.raises(ValueError, match=r"whole_weights\(model\) returns .* to save_pretrained"):
+        model.save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path, state_dict=whole_weights(model))
+    saved = hub.MezzoForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(saved.state_dict(), whole_weights(model))

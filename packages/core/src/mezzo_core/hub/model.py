@@ -21,6 +21,7 @@ from mezzo_core.hub.config import MezzoConfig
 from mezzo_core.hub.padding import Padding
 from mezzo_core.nn.init import init_weights
 from mezzo_core.nn.lm import LM
+from mezzo_core.nn.sharded import check_whole
 from mezzo_core.ops.linear_cross_entropy import NO_TARGET, cross_entropy
 
 _NAMES = {field.name for field in fields(CausalLMOutputWithPast)}
@@ -68,6 +69,22 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise UserError(f"no weights that fit the model for {', '.join(wrong[:3])}{more}")
         return (model, info) if output_loading_info else model
+
+    def save_pretrained(
+        self,
+        save_directory: Any,
+        is_main_process: bool = True,
+        state_dict: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Save the model, as every model of transformers does.
+
+        Raises:
+            ValueError: if `fully_shard` has sharded it, and no `state_dict` is given.
+        """
+        if state_dict is None and getattr(self.config, "distributed_config", None) is None:
+            check_whole(self)
+        super().save_pretrained(save_directory, is_main_process, state_dict, **options)
 
     @can_return_tuple
     def forward(

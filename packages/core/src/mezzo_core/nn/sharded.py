@@ -83,6 +83,6 @@ def check_whole(model: nn.Module) -> None:
     if lacks_weights(model):
         raise ValueError(
             "the model is sharded (FSDP2), and this needs it whole: the first process may give "
-            "what mezzo_core.nn.whole_weights(model) returns to save_model, or load it into a "
-            "model that is not sharded"
+            "what mezzo_core.nn.whole_weights(model) returns to save_model, or to save_pretrained "
+            "as its state_dict, or load it into a model that is not sharded"
         )
