@@ -431,6 +431,13 @@ def test_an_assistant_saves_calls_of_the_model_and_changes_no_token(seed, most_c
     assert len(plain.unique()) > 2
 
 
+@pytest.mark.parametrize("given", [{}, {"input_ids": TOKENS[:1]}])
+def test_an_assistant_has_no_embeddings_to_go_on_from(model, given):
+    given = {"inputs_embeds": model.lm.embed(TOKENS[:1]), "max_new_tokens": 5, **given}
+    with pytest.raises(UserError, match="give input_ids, and no inputs_embeds"):
+        model.generate(assistant_model=drafting(built(), 5), **given)
+
+
 def test_the_prompt_itself_proposes_tokens(model):
     given = {"inputs": TOKENS[:1], "max_new_tokens": 20, "eos_token_id": 16}
     found = model.generate(**given, prompt_lookup_num_tokens=4)

@@ -227,6 +227,9 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
         if kind not in (None, "dynamic", "dynamic_full", "static"):
             raise UserError(f"cache_implementation must be static, dynamic or None, got {kind!r}")
         room = room_to_go_back(generation_config, generation_mode)
+        has_assistant = room and not generation_config.prompt_lookup_num_tokens
+        if has_assistant and model_kwargs.get("inputs_embeds") is not None:
+            raise UserError("an assistant model reads tokens: give input_ids, and no inputs_embeds")
         # A prompt that is read in parts needs a cache from the first part on.
         in_parts = generation_config.prefill_chunk_size is not None
         if (kind == "static" or in_parts) and not room and CACHE not in model_kwargs:
