@@ -193,9 +193,16 @@ def test_memory_holds_few_logits():
     assert torch.cuda.max_memory_allocated() - before < 2 * chunked.CHUNK_BYTES  # all: 1.6 GB
 
 
-@pytest.mark.parametrize("target", [61, -1])
-def test_a_target_beyond_the_vocabulary_is_named(target):
+@pytest.mark.parametrize(
+    ("V", "target", "message"),
+    [
+        (61, 61, r"targets must be in \[0, 61\) or .*, got 61"),
+        (61, -1, r"targets must be in \[0, 61\) or .*, got -1"),
+        (0, 5, r"weight must be \(V, 8\), V at least 1, got \(0, 8\)"),
+    ],
+)
+def test_a_target_beyond_the_vocabulary_is_named_and_an_empty_vocabulary(V, target, message):
     x, w, targets = (tensor.cpu() for tensor in inputs(37, 8, 61))
     targets[5] = target
-    with pytest.raises(ValueError, match=rf"targets must be in \[0, 61\) or .*, got {target}"):
-        linear_cross_entropy(x, w, targets)
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(x, w[:V], targets)

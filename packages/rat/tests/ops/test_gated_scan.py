@@ -385,6 +385,7 @@ def test_auto_takes_the_reference_for_float64_and_triton_refuses_it():
     [
         (ValueError, r"zvg must be \(B, T, 3C\), got \(1, 6, 8\)", {"zvg": torch.ones(1, 6, 8)}),
         (ValueError, r"zvg must be \(B, T, 3C\)", {"zvg": torch.ones(6, 9)}),
+        (ValueError, "3C at least 1", {"zvg": torch.ones(1, 6, 0)}),
         (TypeError, "zvg must be floating-point", {"zvg": torch.ones(1, 6, 9).long()}),
         (ValueError, r"gate_bias must be \(3,\), got \(9,\)", {"gate_bias": torch.ones(9)}),
         (TypeError, "gate_bias must be floating", {"gate_bias": torch.ones(3).int()}),

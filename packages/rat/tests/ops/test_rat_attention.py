@@ -463,6 +463,7 @@ def test_a_decoding_step_compiles_and_reports_a_state_that_is_full():
     ("change", "error", "message"),
     [
         ({"v": torch.zeros(2, 4, 8)}, ValueError, "v must be"),
+        ({"v": torch.zeros(2, 4, 2, 0)}, ValueError, "v must be .* D at least 1"),
         ({"q": torch.zeros(2, 4, 3, 4)}, ValueError, "k must be"),
         ({"q": torch.zeros(2, 4, 2, 4)}, ValueError, "k must be"),
         ({"k": torch.zeros(2, 3, 1, 4)}, ValueError, "k must be"),

@@ -79,6 +79,11 @@ def weights(**changes):
         (TypeError, "weights must be LayerWeights, got tuple", {"weights": tuple(weights())}),
         (
             ValueError,
+            r"weights.wq must be \(n, 8, 8\), n at least 1, got \(0, 8, 8\)",
+            {"weights": weights(wq=torch.ones(0, 8, 8))},
+        ),
+        (
+            ValueError,
             r"weights.wk must be \(2, 8, 8\)",
             {"weights": weights(wk=torch.ones(2, 8, 6))},
         ),
