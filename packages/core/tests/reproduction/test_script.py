@@ -40,6 +40,14 @@ def test_the_tokens_of_a_training_can_be_chosen_where_the_script_says_so(run):
     assert [options.tokens for (options,) in told] == [1000, 250]
 
 
+def test_seeds_can_be_chosen_only_where_models_train_with_several(run, capsys):
+    _, (options,) = run("--dry-run", "--seeds", "3", trains=True, parallel=True)
+    assert options.seeds == (3,)
+    with pytest.raises(SystemExit):
+        run("--dry-run", "--seeds", "3", trains=True)
+    assert "unrecognized arguments: --seeds" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("named", [(), ("Attention",), ("Attention", "RNN")])
 def test_of_a_job_of_several_models_those_are_measured_that_are_named(run, named):
     def work(cells, folder, device):

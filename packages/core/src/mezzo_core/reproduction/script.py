@@ -103,8 +103,8 @@ def run_script(
         measure: the function.
         description: the script's docstring, whose first line --help shows.
         models: all models that the script can measure.
-        trains: whether it trains: then the command line has the options of text and seeds too.
-        parallel: whether it can train several models at the same time.
+        trains: whether it trains: then the command line has the options of text too.
+        parallel: whether it trains each model with several seeds, at the same time if told so.
         replayed: whether its models are so small that their steps may be CUDA graphs.
         tokens: the millions of tokens of a training, unless the command line says others; 0 if it
             cannot.
@@ -121,9 +121,9 @@ def run_script(
     if trains:
         add("--data", default=Options.data, help="a file, a folder or a glob of text")
         add("--tokenizer", default=Options.tokenizer)
-        add("--seeds", nargs="+", type=int, default=Options.seeds)
         add("--runs", type=Path, default=Options.runs, help="scratch")
     if parallel:
+        add("--seeds", nargs="+", type=int, default=Options.seeds)
         add("--jobs", type=int, default=1, help="trainings at the same time, over all GPUs")
     if replayed:
         add("--cuda-graph", action="store_true", help="replay steps as CUDA graphs")
