@@ -75,8 +75,7 @@ def pytest_xdist_setupnodes(specs: Sequence[object]) -> None:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # the inductor starts no pool of processes
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtestloop() -> None:
+def pytest_collection_finish() -> None:
     """Do less between tests, and search for garbage only among what they make, and seldom."""
     gc.freeze()
     gc.enable()

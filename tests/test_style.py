@@ -1,5 +1,6 @@
 """The whole repository passes ruff and mypy, and keeps its house rules."""
 
+import logging
 import re
 import subprocess
 import sys
@@ -55,3 +56,9 @@ def test_papers_build_on_core_and_public_ops_of_other_papers_and_never_on_their_
             if package not in ("mezzo_core", f"mezzo_{folder.name}"):
                 assert (words, module) == ("from", f"{package}.ops"), path
                 assert f'"{package.replace("_", "-")}>=' in needs, path
+
+
+def test_nothing_listens_to_torchs_trace():
+    """Else torch.compile writes every graph down, and a failed test shows an empty line of each."""
+    handlers = logging.getLogger("torch.__trace").handlers
+    assert all(type(handler).__module__.startswith("torch.") for handler in handlers)
