@@ -1,5 +1,7 @@
 """HGRN2 with learned bounds: what they are, and that a stack with them keeps the contract."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from mezzo_core.train.config import OptimConfig
 from mezzo_core.train.optim import build_optimizer
 from mezzo_gsa.hgrn2 import HGRN2Config, lower_bounds
 from mezzo_gsa.hgrn2_stack import HGRN2StackConfig
+from torch.utils.checkpoint import checkpoint
 
 C, L = 16, 3
 CONFIG = HGRN2StackConfig(L, HGRN2Config(8), MLPConfig("swiglu", hidden=24))
@@ -93,6 +96,23 @@ def test_gradients_reach_every_weight_and_are_finite_for_bounds_near_zero_and_on
         assert weight.grad.any(), name
     if size == 1:
         assert stack.bound_logits.grad.all()
+
+
+def test_blocks_that_are_computed_twice_in_the_reentrant_way_have_the_same_gradients(stack):
+    x = torch.randn(2, 9, C, requires_grad=True)
+
+    def again(forward, *tensors, **named):
+        return checkpoint(partial(forward, **named), *tensors, use_reentrant=True)
+
+    def gradients():
+        stack.zero_grad()
+        stack(x)[0].square().sum().backward()
+        return [weight.grad for weight in stack.parameters()]
+
+    wanted = gradients()
+    for block in stack.blocks:
+        block.forward = partial(again, block.forward)
+    torch.testing.assert_close(gradients(), wanted)
 
 
 def test_bounds_are_learned_without_weight_decay():

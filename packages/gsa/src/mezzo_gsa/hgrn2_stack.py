@@ -105,7 +105,7 @@ class HGRN2Stack(Stack):
         before = (None,) * len(self.blocks) if state is None else state
         after = []
         for block, bounds, its in zip(self.blocks, self.log_bounds(), before, strict=True):
-            x, new = block(x, its, cu_seqlens=cu_seqlens, lengths=lengths, log_bounds=bounds)
+            x, new = block(x, its, bounds, cu_seqlens=cu_seqlens, lengths=lengths)
             after.append(new)
         return x, None if state is None else tuple(after)
 
@@ -126,10 +126,10 @@ class BoundedBlock(Block):
         self,
         x: Tensor,
         state: GLAState | None = None,
+        log_bounds: Tensor | None = None,  # reentrant checkpoints need it among these
         *,
         cu_seqlens: Tensor | None = None,
         lengths: Tensor | None = None,
-        log_bounds: Tensor | None = None,
     ) -> tuple[Tensor, GLAState | None]:
         """Map (B, T, C) to (B, T, C); as `AbstractBlock.forward` says, `log_bounds` as `HGRN2`."""
         x = self.without_padding(x, state, lengths)
