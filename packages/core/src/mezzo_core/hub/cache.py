@@ -188,7 +188,38 @@ class HeldState:
         return begun
 
 
-class MezzoCache(Cache):
+class _HoldsState:
+    """What a whole cache and one layer of a cache do alike: they ask the state that they hold."""
+
+    held: HeldState
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` can take tokens back."""
+        return self.held.rollback > 0
+
+    def crop(self, num_tokens: int) -> None:
+        """Take back the last tokens of every row; see `HeldState.crop`."""
+        self.held.crop(num_tokens)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return how many tokens the longest row has seen, padding included."""
+        return self.held.num_tokens
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, in this order; a row may come several times, or not at all."""
+        self.held.select(indices)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Keep the rows of the beams that go on."""
+        self.held.select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
+        self.held.repeat(repeats)
+
+
+class MezzoCache(_HoldsState, Cache):
     """The state of a batch of sequences, which `MezzoForCausalLM` reads and replaces.
 
     It has no layers of keys and values: what it holds is whatever the model's stack carries.
@@ -212,34 +243,9 @@ class MezzoCache(Cache):
         self.held = HeldState(lm, batch, length)
         self.held.allow_rollback(rollback)
 
-    @property
-    def is_croppable(self) -> bool:
-        """Whether `crop` can take tokens back."""
-        return self.held.rollback > 0
-
     def allow_rollback(self, num_tokens: int) -> None:
         """Let `crop` take back at least so many of the tokens that come after this call."""
         self.held.allow_rollback(num_tokens)
-
-    def crop(self, num_tokens: int) -> None:
-        """Take back the last tokens of every row; see `HeldState.crop`."""
-        self.held.crop(num_tokens)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return how many tokens the longest row has seen, padding included."""
-        return self.held.num_tokens
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows, in this order; a row may come several times, or not at all."""
-        self.held.select(indices)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep the rows of the beams that go on."""
-        self.held.select(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row."""
-        self.held.repeat(repeats)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "MezzoCache":
         """Return a second cache after the same tokens, of the same model."""
@@ -248,7 +254,7 @@ class MezzoCache(Cache):
         return second
 
 
-class MixerLayer(CacheLayerMixin):
+class MixerLayer(_HoldsState, CacheLayerMixin):
     """A mixer's state as one layer of a cache, beside layers of keys and values."""
 
     is_compileable = False
@@ -260,19 +266,6 @@ class MixerLayer(CacheLayerMixin):
         self.held = held
         self.is_initialized = True
 
-    @property
-    def is_croppable(self) -> bool:
-        """Whether `crop` can take tokens back."""
-        return self.held.rollback > 0
-
-    def crop(self, num_tokens: int) -> None:
-        """Take back the last tokens of every row; see `HeldState.crop`."""
-        self.held.crop(num_tokens)
-
-    def get_seq_length(self) -> int:
-        """Return how many tokens the longest row has seen, padding included."""
-        return self.held.num_tokens
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many keys a mask has for other layers, and the first one's place."""
         return self.held.num_tokens + int(query_length), 0
@@ -282,18 +275,6 @@ class MixerLayer(CacheLayerMixin):
         return -1
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.20
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep the rows of the beams that go on."""
-        self.held.select(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows, in this order."""
-        self.held.select(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row."""
-        self.held.repeat(repeats)
 
     def lazy_initialization(self, *_: Tensor) -> None:
         """Raise an error: a mixer keeps no keys and values."""
