@@ -85,7 +85,7 @@ class HeldState:
             y, state = self._running(x, self.state, lengths=lengths, **wanted)
             self._replace(state, T)
             return y
-        # Nothing before the last tokens will be taken back: the module itself reads it, once.
+        # Only the last tokens can be taken back. The module itself reads those before them.
         parts, state = [], self._plain_state()
         if first > 0:
             y, state = self.module(x[:, :first], state, **wanted)
@@ -169,7 +169,7 @@ class HeldState:
         self._room = 0
 
     def _remember(self, x: Tensor, padding: Padding | None) -> None:
-        """Remember which of the columns that can be taken back are no padding, if any is."""
+        """Remember where padding is among the last columns, which `crop` may take back."""
         if not self.rollback or (padding is None and self._real is None):
             return
         ones = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
@@ -286,8 +286,8 @@ class MixerLayer(_HoldsState, CacheLayerMixin):
 def room_to_go_back(config: GenerationConfig, mode: GenerationMode) -> int:
     """Return how many tokens a call of `generate` may take back at once; 0 without an assistant.
 
-    An assistant may lose all that it proposes, and the token before. How much the model itself may
-    lose is told at each of its calls, by `logits_to_keep`.
+    An assistant takes back up to all that it proposed, and the token before. The model itself makes
+    more room at each call, as `logits_to_keep` says.
     """
     if config.is_assistant:
         return config.max_new_tokens + 1

@@ -1,4 +1,4 @@
-"""Folders of transformers: a run's model is written as one, and one is read into a run."""
+"""Folders that transformers reads: writes one from a run's model, and reads one into a run."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,12 +24,12 @@ from mezzo_core.libraries import library_errors
 from mezzo_core.nn.checkpoint import find_model, load_model, save_model
 from mezzo_core.nn.llama import KINDS as LLAMA_KINDS
 from mezzo_core.nn.llama import load_llama, local_tokenizer
-from mezzo_core.nn.lm import LM, LMConfig
+from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.on_meta import build_on_meta
 from mezzo_core.nn.published import CONFIG, WHOLE, Layout, Read
 
 SEQ_LEN = 2048
-"""Tokens a row that `eval` and `train` take for a model that tells none."""
+"""The row length that `eval` and `train` take for a model that does not say its own."""
 
 
 def export_model(
@@ -70,7 +70,8 @@ def export_model(
     special = _special(kept)
     if layout is None:
         with allowing(allow_packages):
-            save = _saved_as_ours(lm, MezzoConfig(config, extra, **special))
+            ours = MezzoForCausalLM.around(lm, MezzoConfig(config, extra, **special))
+        save: Callable[[Path], Any] = ours.save_pretrained
     else:
         save = _saved_as_theirs(*layout.write(config, lm.state_dict()), special)
     with library_errors(f"cannot write {out}"), _all_or_nothing(out):
@@ -122,7 +123,7 @@ def import_model(
 
 @contextmanager
 def _all_or_nothing(out: Path) -> Iterator[None]:
-    """Leave the folder empty if its files cannot all be written, so that it can be tried again."""
+    """Empty the folder if a file cannot be written, so that the user can try again."""
     try:
         yield
     except BaseException:
@@ -147,10 +148,6 @@ def _import_published(
         add_bos = load_tokenizer(name).bos_token is not None
         extra |= describe_tokenizer(name, config.vocab_size, add_bos=add_bos)
     save_model(build_on_meta(config, folder), config, out, extra, weights=weights)
-
-
-def _saved_as_ours(lm: LM, config: MezzoConfig) -> Callable[[Path], Any]:
-    return MezzoForCausalLM.around(lm, config).save_pretrained
 
 
 def _saved_as_theirs(
@@ -178,7 +175,7 @@ def _special(tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 
 def _told(extra: dict[str, Any], folder: Path, vocab_size: int) -> dict[str, Any]:
-    """Return `extra` with the tokenizer in the folder, if the one that it names is not there."""
+    """Return `extra`; if the tokenizer that it names is gone, it names the folder's instead."""
     if "tokenizer" not in extra:
         return extra
     try:

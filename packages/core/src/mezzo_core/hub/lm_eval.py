@@ -1,7 +1,7 @@
-"""Models in lm-eval: its tasks are measured with states, so that no context is read twice.
+"""Models in lm-eval: measures its tasks with states, so that no context is read twice.
 
-A state goes on after the context that it has seen. So the choices of a question, which have their
-context in common, are each read from the state after it: the context is read once.
+The choices of a question have the same context. The model reads it once, and then reads each choice
+from the state after it.
 """
 
 import json
@@ -28,9 +28,9 @@ from mezzo_core.nn.lm import LM
 from mezzo_core.ops.precision import accumulation_dtype
 
 _MAX_NEW_TOKENS = 256
-"""Of a task that does not say how much is to be generated; lm-eval's own number."""
+"""New tokens in a task that sets no limit: lm-eval's own default."""
 _RESAMPLES = 1000
-"""Of the questions, for the error of what is no mean, such as perplexity."""
+"""Bootstrap samples, for the error of a measure that is no mean, such as perplexity."""
 _SAMPLING = {"until", "do_sample", "max_gen_toks", "temperature", "top_k", "top_p"}
 Item = TypeVar("Item")
 Tokens = tuple[int, ...]
@@ -105,8 +105,8 @@ class MezzoEvalLM(TemplateLM):
         longest_first = sorted(members, key=lambda shared: (-len(shared), shared))
         for batch in _parts(longest_first, self.batch_size):
             state = self._read(batch)
-            # One continuation of each context at a time, the shortest first: the state as it is
-            # has these rows, and they have about the same lengths.
+            # A turn scores one continuation of each context, the shortest first: its rows are those
+            # of the state, and have about the same lengths.
             turns = [sorted(members[shared], key=lambda one: len(one[1])) for shared in batch]
             for turn in range(max(map(len, turns))):
                 rows = [row for row, its in enumerate(turns) if turn < len(its)]

@@ -303,7 +303,7 @@ def _recording(lm: LM, cache: MezzoCache | None) -> Iterator[list[Tensor]]:
 def _run_checkpointed(
     by: Callable[..., Any], forward: Callable[..., Any], *arguments: Any, **options: Any
 ) -> Any:
-    """Run `forward` by a function that checkpoints; a reentrant one takes no named arguments."""
+    """Run `forward` by a checkpointing function; a reentrant one takes no named arguments."""
     return by(partial(forward, **options), *arguments)
 
 
@@ -318,7 +318,7 @@ def _tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
 def _check_places(
     position_ids: Tensor, tokens: Tensor, attention_mask: Tensor | None, past: int
 ) -> None:
-    """Refuse other places than those of `Padding`, which count real tokens."""
+    """Refuse position ids other than ours, which count a row's real tokens."""
     B, T = tokens.shape[:2]
     if attention_mask is None and past == 0:
         attention_mask = tokens.new_ones((B, T), dtype=torch.int64)
@@ -365,9 +365,9 @@ def _loss(
 
 
 def _refuse(others: dict[str, Any]) -> None:
-    """Refuse arguments of other models, which would otherwise change nothing in silence.
+    """Refuse arguments of other models rather than ignore them.
 
-    `generate`, which ends texts by its tokenizer, hands it on to every model.
+    `tokenizer` may be given: `generate` hands it on to every model.
     """
     given = [
         name

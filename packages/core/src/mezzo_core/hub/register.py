@@ -9,8 +9,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 def register_model(config_class: type[Any], model_class: type[Any]) -> None:
     """Let transformers' auto classes find a language model, and its `Trainer` know what it is.
 
-    With label smoothing the trainer compares tokens with the next ones only for the models in this
-    table; others would learn to repeat the last token.
+    With label smoothing, `Trainer` shifts the labels only for models in its table of names. Others
+    would learn to repeat the last token.
     """
     kind = config_class.model_type
     AutoConfig.register(kind, config_class, exist_ok=True)

@@ -5,7 +5,7 @@ for "llama"), so that `from_pretrained` reads what their `save_pretrained` wrote
 """
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -57,7 +57,8 @@ class MixerAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """Mix along time, (B, T, C) to (B, T, C).
 
-        Positions count the real tokens of a row; those that the model computes are for others.
+        Positions count the real tokens of a row. The mixer does not use those that the model
+        computes for its other layers.
 
         Args:
             hidden_states: (B, T, C).
@@ -139,7 +140,7 @@ def replace_attention(
     old = model.config
     for name, part in model.named_children():
         setattr(made, name, part)
-        for inner in part.modules():  # what is set on the model's configuration is set on theirs
+        for inner in part.modules():  # later changes of the model's configuration reach them too
             if getattr(inner, "config", None) is old:
                 inner.config = config
     if not before:
@@ -158,7 +159,7 @@ def _put(model: Any, layer: int, mixer: AbstractMixer) -> None:
 
 
 def _watch(model: Any) -> None:
-    """Have the borders of packed sequences told to the layers, whoever calls the inner model."""
+    """Tell the layers the borders of packed sequences at each call of the inner model."""
     names = tuple(inspect.signature(model.model.forward).parameters)
     model.model.register_forward_pre_hook(partial(_told_borders, names), with_kwargs=True)
 
@@ -179,10 +180,6 @@ def _padding(mask: Any, x: Tensor) -> Padding | None:
     return Padding.of(own if own.dtype == torch.bool else own == 0)
 
 
-def _read_mixers(told: Mapping[str, Any]) -> dict[int, MixerConfig]:
-    return {int(i): from_json(mixer, MezzoConfig.allowed_packages) for i, mixer in told.items()}
-
-
 def _with_mixers(kind: str, config: type, model: type) -> tuple[Any, Any]:
     """Make and register the classes of a kind of models, some of whose layers have mixers."""
 
@@ -190,10 +187,11 @@ def _with_mixers(kind: str, config: type, model: type) -> tuple[Any, Any]:
         cast(Any, model).__init__(self, config)
         self.register_forward_pre_hook(_allow_rollback, with_kwargs=True)
         _watch(self)
-        for i, mixer in _read_mixers(config.mezzo_mixers).items():
+        for i, told in config.mezzo_mixers.items():
+            mixer: MixerConfig = from_json(told, MezzoConfig.allowed_packages)
             built = mixer.build(config.hidden_size)
             init_weights(built, config.initializer_range)
-            _put(self, i, built)
+            _put(self, int(i), built)
 
     def prepare_cache(
         self: Any, config: GenerationConfig, kwargs: dict[str, Any], mode: GenerationMode,
@@ -223,10 +221,7 @@ def _with_mixers(kind: str, config: type, model: type) -> tuple[Any, Any]:
 
 
 def _allow_rollback(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Make room in the cache for assisted decoding.
-
-    It takes back the tokens whose logits it wants, all but one.
-    """
+    """Make room in the cache to take back the tokens whose logits assisted decoding asks for."""
     wanted, cache = kwargs.get("logits_to_keep", 0), kwargs.get(CACHE)
     for layer in getattr(cache, "layers", ()):
         if isinstance(layer, MixerLayer) and layer.is_croppable and isinstance(wanted, int):

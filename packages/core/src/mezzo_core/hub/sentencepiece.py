@@ -28,7 +28,8 @@ def to_backend(tokenizer: SentencePieceTokenizer) -> Backend:
     codes = [code for code in range(1, 0x30000) if not 0xD800 <= code < 0xE000]  # no surrogates
     letters = ("".join(map(chr, codes[i : i + 64])) for i in range(0, len(codes), 64))
     spaces = (" " * count for count in range(2, 64))
-    # Of another kind of model all scores may be equal: it is refused before that is looked at.
+    # `_overlaps` comes last: in another kind of model all scores may be equal, and it is refused
+    # before `_overlaps` would yield every pair.
     texts = chain(_TEXTS, spaces, letters, pieces, ["".join(pieces)], _overlaps(processor))
     for text in texts:
         wanted = tokenizer.encode(text)
@@ -44,7 +45,7 @@ def to_backend(tokenizer: SentencePieceTokenizer) -> Backend:
 
 
 def _overlaps(processor: Any) -> Iterator[str]:
-    """Yield texts where two pieces with one score share letters: the leftmost is merged there."""
+    """Yield texts in which two pieces of equal score overlap: SentencePiece merges the left one."""
     tied: dict[float, list[str]] = {}
     for i in range(processor.vocab_size()):
         piece = processor.id_to_piece(i)
@@ -61,8 +62,8 @@ def _convert(processor: Any) -> Backend:
     special = [i for i in range(len(names)) if processor.is_control(i) or processor.is_unknown(i)]
     bytes_ = [i for i in range(len(names)) if processor.is_byte(i)]
     parts = {name: i for i, name in enumerate(names) if i not in {*special, *bytes_}}
-    # A better piece is merged before others, of whatever two parts. Of equal ones, such
-    # as Mistral's spaces, SentencePiece merges the leftmost, which so grows: the longest left part.
+    # Pieces with better scores are merged first. Among equal ones, such as Mistral's spaces,
+    # SentencePiece merges the leftmost again and again: so the longest left part comes first.
     merges = [
         (-processor.get_score(number), -k, parts[name[:k]], parts[name[k:]], (name[:k], name[k:]))
         for name, number in parts.items()

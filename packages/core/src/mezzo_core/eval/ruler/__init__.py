@@ -7,11 +7,12 @@ embedded novels and their words, so a score is near theirs but not the same.
 
 from mezzo_core.eval.ruler.chains import CHAINS
 from mezzo_core.eval.ruler.counts import COUNTS
-from mezzo_core.eval.ruler.measure import Found, measure_ruler
+from mezzo_core.eval.ruler.measure import Found as Found
+from mezzo_core.eval.ruler.measure import measure_ruler as measure_ruler
 from mezzo_core.eval.ruler.needles import NEEDLES
-from mezzo_core.eval.ruler.question import Question, Task, fitted, questions, score
+from mezzo_core.eval.ruler.question import Task as Task
+from mezzo_core.eval.ruler.question import questions as questions
+from mezzo_core.eval.ruler.question import score as score
 
 TASKS: dict[str, Task] = {task.name: task for task in (*NEEDLES, CHAINS, *COUNTS)}
 """All tasks, by name."""
-
-__all__ = ["TASKS", "Found", "Question", "Task", "fitted", "measure_ruler", "questions", "score"]

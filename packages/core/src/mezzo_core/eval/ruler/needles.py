@@ -12,7 +12,7 @@ from mezzo_core.eval.ruler.question import Question, Task
 
 Kind = Literal["numbers", "words", "uuids"]
 _DEPTHS = [round(100 * i / 39) for i in range(40)]
-"""Percents of a prose at which a needle may stand."""
+"""Where in the prose a needle may stand, in percent."""
 _DRAWN: dict[Kind, Callable[[Random], str]] = {
     "numbers": lambda draw: str(draw.randint(10**6, 10**7 - 1)),
     "words": lambda draw: "-".join(draw.choices(words(), k=2)),
@@ -78,16 +78,12 @@ class _Needles:
         if self.haystack == "noise":
             lines = [NOISE] * size
         else:
-            one = lambda: self._needle(*(_DRAWN[kind](draw) for kind in self._kinds))  # noqa: E731
-            lines = [one() for _ in range(size)]
+            kinds = (self.of_keys, self.of_values)
+            lines = [self._needle(*(_DRAWN[kind](draw) for kind in kinds)) for _ in range(size)]
         places = sorted(draw.sample(range(size), len(needles)), reverse=True)
         for place, needle in zip(places, needles, strict=True):
             lines.insert(place, needle)
         return "\n".join(lines)
-
-    @property
-    def _kinds(self) -> tuple[Kind, Kind]:
-        return self.of_keys, self.of_values
 
     def _in_prose(self, draw: Random, size: int, needles: list[str]) -> str:
         text = prose()
