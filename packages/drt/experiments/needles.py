@@ -227,11 +227,10 @@ def train_and_ask(
         copy_weights(home / "model", lm)
         data = task.build(T, token_store())
         found = attempt(partial(ask, lm, data, rows, size(options).segment, device))
-        told = {"samples": samples, "rows": rows} if found != OOM else {}
+        told = {} if isinstance(found, str) else {"samples": samples, "rows": rows, **found}
         if cell.column == tables(options)[name].columns[0]:
             told |= {k: details[k] for k in ("parameters", "steps")}
-        value = OOM if isinstance(found, str) else found[0].pop("exact_match")
-        yield [cell.entry(value, **told, **({} if isinstance(found, str) else found[0]))]
+        yield [cell.entry(told.pop("exact_match", OOM), **told)]
 
 
 def stages(name: str, options: Options) -> list[Stage]:
@@ -283,25 +282,22 @@ def configure(model: str, options: Options, **changes: bool) -> LMConfig:
     return landmark_lm(like) if model == LANDMARK else ARCHITECTURES[RECIPES[model]](like)
 
 
-def ask(
-    lm: LM, data: NeedleData, rows: int, segment: int, device: torch.device
-) -> list[dict[str, Any]]:
+def ask(lm: LM, data: NeedleData, rows: int, segment: int, device: torch.device) -> dict[str, Any]:
     """Ask the question of each test row, of so many rows at a time; return what came of it."""
     is_cuda = device.type == "cuda"
     if is_cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     found = evaluate_segments(lm, data.test_segments(segment, rows))
-    # The weights' bytes are counted, and autocast stores keys and values in bf16.
+    # `host_state_bytes` counts values of the weights' dtype, and autocast stores bf16.
     share = torch.bfloat16.itemsize / torch.float32.itemsize if is_cuda else 1
     assert found.exact_match is not None
-    measures = {
+    return {
         "exact_match": 100 * found.exact_match,
         "accuracy": 100 * found.accuracy,
         "peak_gb": peak_gb(device),
         "host_gb": rows * lm.host_state_bytes(data.seq_len) * share / 1e9,
     }
-    return [measures]
 
 
 def num_tokens(column: str) -> int:

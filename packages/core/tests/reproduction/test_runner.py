@@ -10,7 +10,7 @@ import torch
 from mezzo_core.errors import UserError
 from mezzo_core.reproduction import OOM, Cell, Header, Result, Timing, origin
 from mezzo_core.reproduction.result_file import FAILED
-from mezzo_core.reproduction.runner import Job, excused, run, timing
+from mezzo_core.reproduction.runner import Job, run, timing
 from toys.jobs import fail, job_of, meet
 
 CPU = torch.device("cpu")
@@ -131,7 +131,7 @@ def test_an_excused_error_is_a_word_with_its_reason_unless_the_user_can_mend_it(
     error = RuntimeError("no kernel\nhere")
     said = []
     result = Result(tmp_path / "a.json", HEADER, {**origin(CPU), "commit": "c1"}, said.append)
-    jobs = [excused(Job(cells("RNN"), broken)), job_of(cells("RAT"))]
+    jobs = [Job(cells("RNN"), broken, is_excused=True), job_of(cells("RAT"))]
     run(result, jobs, tmp_path, CPU)
     assert [*values(result).values()] == [FAILED, FAILED, 8, 16]
     assert result.entries[0].details == {"error": "failed: RuntimeError: no kernel"}
@@ -140,4 +140,4 @@ def test_an_excused_error_is_a_word_with_its_reason_unless_the_user_can_mend_it(
     assert [*values(result).values()] == [8, 16, 8, 16], "what failed is tried again"
     error = UserError("the disk is full")
     with pytest.raises(UserError, match="disk"):
-        run(result, [excused(Job(cells("Attention"), broken))], tmp_path, CPU)
+        run(result, [Job(cells("Attention"), broken, is_excused=True)], tmp_path, CPU)

@@ -24,18 +24,20 @@ Work = Callable[[tuple[Cell, ...], Path, torch.device], Iterable[Sequence[Entry]
 """Measures cells, with a scratch folder, on a device; yields what came of each measurement."""
 _place: tuple[Path, torch.device]
 _found: Any
-"""Of this process, if it is one of several."""
+"""What `_begin` gives to each of several processes."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Cells of a result, and the work that fills them; several processes must be able to have it.
+    """Cells of a result, and the work that fills them; for several processes it can be pickled.
 
-    If the work does not fit into the GPU, the cells that are left are OOM.
+    If the work does not fit into the GPU, the cells that are left are OOM. An error of excused work
+    does not end the other jobs: its cells are FAILED, and say why.
     """
 
     cells: tuple[Cell, ...]
     work: Work
+    is_excused: bool = False
 
     def measure(self, folder: Path, device: torch.device) -> Iterator[Sequence[Entry]]:
         """Yield the entries of the cells as they are measured."""
@@ -48,21 +50,11 @@ class Job:
                     left.pop(entry.cell, None)
         except torch.OutOfMemoryError:
             yield [cell.entry(OOM) for cell in left]
-
-
-def excused(job: Job) -> Job:
-    """Return a job whose error does not end the others: its cells are FAILED, and say why."""
-    return Job(job.cells, partial(_excused, job))
-
-
-def _excused(job: Job, cells: tuple[Cell, ...], *where: Any) -> Iterator[Sequence[Entry]]:
-    try:
-        yield from job.work(cells, *where)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        words = failure(error)
-        yield [cell.entry(FAILED, error=words) for cell in cells]
+        except Exception as error:
+            if not self.is_excused:
+                raise
+            words = failure(error)
+            yield [cell.entry(FAILED, error=words) for cell in left]
 
 
 def fill(
@@ -94,7 +86,7 @@ def fill(
     }
     result = Result(path, Header(**{**names, **header}), origin(device), say)
     wanted = (
-        Job(tuple(cell for cell in job.cells if models is None or cell.model in models), job.work)
+        replace(job, cells=tuple(c for c in job.cells if models is None or c.model in models))
         for job in jobs
     )
     run(result, wanted, folder, device, processes)
@@ -110,10 +102,10 @@ def run(
         result: what it has already is left out.
         jobs: in the order in which they begin.
         folder: scratch; each of several processes uses a folder in it.
-        device: where to measure. Several processes share out all GPUs, and the host's threads: with
-            all threads for each, they would wait for each other.
-        processes: jobs at the same time, for what is too small to fill a GPU, or where there are
-            several; their trainings have no speed then.
+        device: where to measure. Several processes share out all GPUs and the host's threads: if
+            each had all threads, they would wait for each other.
+        processes: how many jobs run at the same time, for work that is too small to fill a GPU or
+            for several GPUs; their trainings tell no speed then.
 
     Raises:
         Exception: the first error of a job; of several processes after all others have ended.
@@ -121,7 +113,7 @@ def run(
     missing: dict[tuple[Cell, ...], Job] = {}
     for job in jobs:
         if cells := tuple(cell for cell in job.cells if not result.has(cell)):
-            missing[cells] = Job(cells, job.work)
+            missing[cells] = replace(job, cells=cells)
     if processes == 1:
         for job in missing.values():
             for entries in job.measure(folder, device):
@@ -134,7 +126,8 @@ def _run_side_by_side(
     result: Result, jobs: Sequence[Job], folder: Path, device: torch.device, processes: int
 ) -> None:
     context, processes = multiprocessing.get_context("spawn"), min(processes, len(jobs))
-    places, found = context.Queue(), context.SimpleQueue()  # whose `put` ends when it is there
+    # A SimpleQueue's `put` returns when the entries are in the pipe: they outlive the process.
+    places, found = context.Queue(), context.SimpleQueue()
     for i in range(processes):
         chosen = device
         if device.type == "cuda":
@@ -187,7 +180,7 @@ def timing(
     """Return the job that times one model.
 
     Args:
-        cells: the sizes of each, given to what `prepare` returns; a batch `B` is told too.
+        cells: the sizes of each, which the timing function takes; `B` becomes a detail too.
         prepare: builds the model on a device, and returns a function that times it, in several
             passes.
         value: the field of a pass that is the value; the others become details.

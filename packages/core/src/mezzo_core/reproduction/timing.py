@@ -22,7 +22,7 @@ WARMUP_CALLS = 3
 RECOMPILATIONS = 64
 """More than the lengths of a table: past torch's own limit (8), `fullgraph=True` raises an error,
 and without it the code runs eagerly."""
-Pass = TypeVar("Pass")
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def peak_gb(device: torch.device) -> float | None:
     return torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else None
 
 
-def attempt(work: Callable[[], list[Pass]]) -> list[Pass] | str:
+def attempt(work: Callable[[], Found]) -> Found | str:
     """Return what `work` measures, or OOM if it does not fit into the GPU."""
     try:
         return work()
@@ -156,7 +156,7 @@ def attempt(work: Callable[[], list[Pass]]) -> list[Pass] | str:
 def start_afresh() -> None:
     """Free what earlier models left, memory and compiled code; call it before building the next."""
     # Past its limit of recompilations, torch would run a later model eagerly. Where nothing was
-    # compiled, importing the compiler would take seconds; nor has a CPU memory that runs out.
+    # compiled, there is nothing to reset, and importing the compiler would take seconds.
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     if torch.cuda.is_available():
