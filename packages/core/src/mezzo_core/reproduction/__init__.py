@@ -2,7 +2,7 @@
 
 | File | Content |
 |---|---|
-| `published` | the tables and claims as printed, and what those need that have no evidence |
+| `published` | the tables and claims as printed, and what those without evidence would need |
 | `claims` | what answers each table and claim: `Answer`, `Evidence`, `Finding` |
 | `criteria`, `outcomes` | what a measurement must show for a claim to agree, and what comes out |
 | `runner`, `script` | an experiment is a list of jobs that fill a result file; its command line |

@@ -1,4 +1,4 @@
-"""What needs no training: our values beside printed ones, and where recipes have them."""
+"""Answers without training: the values of our recipes beside the printed ones."""
 
 from collections.abc import Callable, Mapping
 from math import prod
@@ -16,16 +16,17 @@ def in_recipes(
     rounded: Mapping[str, float] | None = None,
     **further: Callable[[Any], Value],
 ) -> Evidence:
-    """Answer a printed set-up by the values of recipes, found by the claim's `ours`.
+    """Answer a printed set-up by values of our recipes, which the claim's `ours` names.
 
-    An expression is a path into the recipe, as `optim.lr` or `optim.betas.0`, or sums and products
-    of paths and whole numbers, as `steps * batch_size * seq_len`. A list counts as its length.
-    `built` is the recipe's model. `NAME: ` before an expression takes another recipe.
+    Each of `ours` is an expression: a path into the recipe, such as `optim.lr` or `optim.betas.0`,
+    or sums and products of paths and whole numbers, such as `steps * batch_size * seq_len`. A list
+    counts as its length, and `built` is the recipe's model. `NAME: ` before an expression takes
+    another recipe.
 
     Args:
         recipes: functions that return a recipe, by name.
         rounded: relative tolerances by label, see `Within`.
-        further: functions of a recipe, for expressions that are no path.
+        further: functions of a recipe, by the names that `ours` gives them.
     """
 
     def compare(claim: Claim) -> Measurement:

@@ -1,15 +1,15 @@
 """A paper's claims: what answers each table and claim, and by which criterion.
 
-A package has one `ANSWERS` in its `claims.py`, in the paper's order: evidence by id. What no
-evidence answers says in `published.toml` what it needs.
+A package has one `ANSWERS` in its `claims.py`, in the paper's order: evidence by id. A table or
+claim without evidence says in `published.toml` what it would need.
 
     ANSWERS = {
         "rat.table6": timed("table6", "nvidia-h200/speed_table6", Order()),
         **by_tests("rat.claim", "packages/rat/tests", "complexity", "reversed_chunks"),
     }
 
-Of several pieces of evidence one decides, and the others are shown beside it: results of trainings
-before speeds, then the setting nearest to the paper's, then the first in the list.
+One piece of evidence decides, and the report shows the others beside it: trainings come before
+speeds, then the setting that is nearest to the paper's, then the first in the list.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ from mezzo_core.reproduction.result_file import FAILED
 
 Printed = Table | Claim
 TRAININGS, PERPLEXITY = "trainings", "Val. PPL"
-"""What a run measures by its tiny trainings, and a column of it."""
+"""The name of the tiny trainings among what a run measures, and their column of perplexities."""
 View = Callable[[Measurement], Measurement | None]
 """Looks at a measurement in another way, such as at some of its columns."""
 
@@ -39,10 +39,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Evidence:
-    """A way to a measurement, if this run or package has it, and what it must show.
+    """Where to find a measurement, and what it must show.
 
     Attributes:
-        find: returns the measurement.
+        find: returns the measurement; None if this run and this package have none.
         criterion: what it must show.
         note: said after the outcome.
         part: the part of the table or claim that was measured, if it is not all: a part alone may
@@ -126,9 +126,9 @@ def counted(count: Callable[[Any], Measurement], criterion: Criterion, **said: s
 
 
 def by_test(test: str, **said: str) -> Evidence:
-    """Answer what is known without measuring by a test, "FILE::NAME", which CI runs; see `viewed`.
+    """Answer by a test, "FILE::NAME", which CI runs; see `viewed`.
 
-    Use it for claims about the code itself, or about what can be counted in it.
+    Use it for claims that need no measurement: about the code, or what can be counted in it.
     """
 
     def holds(printed: Printed, ours: Measurement) -> Judgement:
@@ -141,7 +141,7 @@ def by_test(test: str, **said: str) -> Evidence:
 def by_tests(
     prefix: str, folder: str, file: str, *names: str, test: str = "", **said: str
 ) -> dict[str, list[Evidence]]:
-    """Answer claims, PREFIX.NAME, by tests in FOLDER/test_FILE.py: those of their names, or one."""
+    """Answer each claim PREFIX.NAME by test_NAME of FOLDER/test_FILE.py, or all by one `test`."""
     tests = f"{folder}/test_{file}.py::test"
     return {f"{prefix}.{name}": [by_test(f"{tests}_{test or name}", **said)] for name in names}
 

@@ -5,7 +5,7 @@
 | `Order` | models stand in an order, best first |
 | `Bound`, `ratio` | a number, or a ratio or difference of two, lies within bounds |
 | `Within` | our values are the printed ones, to a tolerance |
-| `Every`, `Given` | several criteria hold; one holds, where another says that it means something |
+| `Every`, `Given` | all of several criteria hold; one holds, and counts only where another holds |
 
 A criterion is called with the printed table or claim and with our numbers, and returns a
 `Judgement`. A paper may write its own as functions.
@@ -47,8 +47,8 @@ class Of:
         model: the model.
         column: where its number stands; empty: in each column that the criterion goes through.
         over: by what it is divided, seed by seed.
-        minus: what is taken from it, seed by seed.
-        detail: of the entry, in the place of its value, such as "peak_gb".
+        minus: what is subtracted from it, seed by seed.
+        detail: the detail of an entry that is read instead of its value, such as "peak_gb".
     """
 
     model: str
@@ -67,7 +67,7 @@ class Of:
         return found
 
     def ranks(self, ours: Measurement, column: str, group: str, worst: float) -> dict[int, float]:
-        """Return the numbers by seed; each is the worst if the model diverged with every seed."""
+        """Return the numbers by seed; a model that diverged with every seed has the worst."""
         cell = ours.cell(self.model, self.column or column, group)
         if {entry.value for entry in cell} == {DIVERGED} and self == Of(self.model, self.column):
             return {entry.seed: worst for entry in cell}
@@ -83,7 +83,7 @@ class Of:
 
 
 def named(model: str | Of) -> Of:
-    """Return what a name stands for."""
+    """Return a model's name as an `Of`."""
     return Of(model) if isinstance(model, str) else model
 
 
@@ -101,7 +101,7 @@ class Order:
     groups: tuple[str, ...] = ()
     exact: bool = False  # the numbers have no noise
     better: str = ""  # "lower" or "higher"; empty: as the measurement or the printed table says
-    own: str = ""  # how the names of the paper's models begin, which may well come out ahead
+    own: str = ""  # prefix of the paper's own models: if these come out ahead, ours is better
 
     def __call__(self, printed: Table | Claim, ours: Measurement) -> Judgement:
         """Compare the neighbours of the order in each column."""
@@ -274,10 +274,9 @@ class Every:
 
 @dataclass(frozen=True)
 class Given:
-    """A criterion that says something only where a condition holds; elsewhere nothing is settled.
+    """A criterion that counts only where a condition holds; elsewhere nothing is settled.
 
-    Such as a loss that stays the same over the length: of models that do not use the length it is
-    no merit.
+    For example, a loss that is the same at each length is no merit of models that ignore it.
     """
 
     condition: Criterion
@@ -324,7 +323,7 @@ def compare_order(
 ) -> Iterator[Pair]:
     """Compare the neighbours of an order, best first, in one column and group.
 
-    Terms without numbers are skipped; two that diverged are not compared. Of `exact` one decides.
+    Terms without numbers and pairs that diverged are skipped. With `exact`, one seed is enough.
     """
     sign = 1 if better == "higher" else -1
     worst = -sign * math.inf
@@ -343,7 +342,7 @@ def compare_order(
 def judge_pairs(pairs: Sequence[Pair], own: str = "") -> Judgement:
     """Return AGREES if all pairs do, DIFFERS if any differs, else NOT_SETTLED.
 
-    Ours is better where only models whose names begin with `own` come before others.
+    Ours is better if every pair that differs has a model of `own`, a prefix, ahead of another.
     """
     outcomes = [pair.outcome for pair in pairs]
     ahead = [(p.worse, p.better) for p in pairs if p.outcome is DIFFERS]

@@ -1,7 +1,7 @@
 """Draws measurements as PNG files: lines over lengths, losses over steps, a dot for each seed.
 
-A model has the same colour and marker in every figure of its paper: that of its place among the
-names which the caller gives.
+A model has the same colour and marker in every figure of its paper: they follow from its place
+among the names that the caller gives.
 """
 
 import colorsys
@@ -18,7 +18,7 @@ from mezzo_core.reproduction.result_file import best_of
 
 MARKERS = "osD^vPX*<>pd"
 WIDE = 10
-"""How often the lowest number must go into the highest for a logarithmic axis."""
+"""From this ratio of the highest number to the lowest on, the axis is logarithmic."""
 Looks = dict[str, dict[str, Any]]
 
 
@@ -98,7 +98,7 @@ def _draw_lines(ours: Measurement, looks: Looks) -> Any:
             place.set_ylim(0, _top(ours))
         elif numbers := [y for line in place.get_lines() for y in line.get_ydata() if y > 0]:
             # A panel of words alone, as where all is out of memory, has no range for a logarithm.
-            if max(numbers) < WIDE * min(numbers):  # there it would make gaps look larger
+            if max(numbers) < WIDE * min(numbers):  # a logarithm would make gaps look larger
                 place.set_ylim(0, 1.05 * max(numbers))
             else:
                 place.set_yscale("log")
@@ -147,9 +147,9 @@ def _draw_dots(ours: Measurement, looks: Looks) -> Any:
 
 
 def _curves(ours: Measurement) -> tuple[dict[str, list[list[float]]], str]:
-    """Return the losses by step of each model's run with the first seed, and whose they are.
+    """Return each model's losses by step with the first seed, and words for which run that is.
 
-    Of several runs of a model, such as one for each learning rate that was tried, it is the best.
+    Of several runs of a model, such as one for each learning rate, it is the best.
     """
     runs: dict[str, dict[str, Entry]] = {}
     for entry in ours.entries:
@@ -164,7 +164,7 @@ def _curves(ours: Measurement) -> tuple[dict[str, list[list[float]]], str]:
 
 
 def _top(recall: Measurement) -> float:
-    """Return a little more than all, in percent or as a share."""
+    """Return where an axis of recall ends: a little above 100%, or above 1."""
     return 105 if recall.unit == "%" else 1.05
 
 
@@ -177,7 +177,7 @@ def _number(column: str) -> int:
 
 
 def _short(x: int) -> str:
-    """Return a length in few characters: only what is a whole number of K or M is written so."""
+    """Write a whole number of M or K as such, and another length in full."""
     for size, letter in ((20, "M"), (10, "K")):
         if x >= 2**size and x % 2**size == 0:
             return f"{x >> size}{letter}"

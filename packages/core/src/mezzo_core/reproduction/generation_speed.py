@@ -45,7 +45,7 @@ def time_step(
         rewind(state, position)
         mixer.before_step(state)
 
-    # The steps before the capture run at the start of the state.
+    # The warm-up steps before the capture run on the empty state.
     step = captured(lambda: layer.step(x, state), weight.device)
     fill(state, position)
     once = partial(measure, step, weight.device, seconds=seconds, warmup=1, before=back)
@@ -105,7 +105,7 @@ def largest_batch(model: LM, context: int, max_batch: int) -> int:
 def _time(
     model: LM, batch: int, context: int, new_tokens: int, passes: int, seconds: float
 ) -> list[Throughput]:
-    """Time the prompts and the steps of a batch: a step's time grows linearly with the position."""
+    """Time the prompts of a batch, and steps at three positions: their time grows linearly."""
     device, prompt = model.embed.weight.device, context - new_tokens
     rows = min(BATCH_STEP, 2 ** max(0, (PREFILL_TOKENS // prompt).bit_length() - 1))
     state = model.reserve(model.init_state(batch), context)

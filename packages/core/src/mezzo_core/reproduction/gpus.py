@@ -24,7 +24,7 @@ from mezzo_core.train.peaks import peak_flops, peak_speed
 Found = TypeVar("Found")
 COLUMNS = ("tokens/s", "% of bf16 peak", "peak GB of a GPU", "Train. loss")
 STEPS = 2 * WARMUP
-"""Of a training that is timed."""
+"""Steps of a training that is timed."""
 
 
 def time_trainings(
@@ -32,10 +32,8 @@ def time_trainings(
 ) -> None:
     """Train for a few steps, and write speed, memory and loss to train_gpus.json.
 
-    Args:
-        options: of the script.
-        rows: each run, and in how many processes it trains. It gets the text of the options.
-        setting: how much a step trains on, and what is the same in all rows.
+    Each of the rows is a run, which gets the text of the options, and the number of its processes.
+    `setting` says how much a step trains on, and what is the same in all rows.
     """
     most = max(1, torch.cuda.device_count())
     for row in options.models:
@@ -119,7 +117,7 @@ def run_processes(count: int, work: Callable[..., Found], *arguments: Any) -> di
 
 
 def _call(work: Callable[..., Found], *arguments: Any) -> Found:
-    """Call what may be a `partial`: the launcher asks for a name."""
+    """Call `work`: the launcher wants a function with a name, which a `partial` has not."""
     return work(*arguments)
 
 

@@ -74,13 +74,8 @@ def time_model(
 ) -> Callable[..., list[Any]]:
     """Build a model, and return the function that times it, for a job (`runner.timing`).
 
-    Args:
-        time: called with the model and `options`, then with a cell's sizes.
-        config: the model.
-        device: where.
-        decodes: see `build_model`.
-        compiles: whether its units are compiled on a GPU, each in one graph.
-        options: of `time`.
+    It calls `time` with the model, the options and a cell's sizes. With `compiles`, the model's
+    units are compiled on a GPU, each in one graph; for `decodes` see `build_model`.
     """
     model = build_model(config, device, decodes=decodes)
     for unit in model.units() if compiles and device.type == "cuda" else ():
@@ -91,8 +86,8 @@ def time_model(
 def compiled(layer: Layer) -> Run:
     """Compile a layer in one graph, or return it as it is on a CPU; forget earlier compiled code.
 
-    Shapes are symbolic, so that not every length compiles anew; the kernels of our ops are the same
-    for all lengths. But torch chooses its attention kernel by the length.
+    Shapes are symbolic, so that a new length compiles nothing: our ops have the same kernels for
+    all lengths. Those of attention are not, because torch chooses its kernel by the length.
     """
     if not layer.norm.weight.is_cuda:
         return layer

@@ -117,12 +117,12 @@ def entries(
 def pick(ours: Measurement, columns: Mapping[str, str]) -> Measurement | None:
     """Return some columns under other names; None if none of them was measured."""
     found = tuple(replace(e, column=columns[e.column]) for e in ours.entries if e.column in columns)
+    if not found:
+        return None
     kept = {old: new for old, new in columns.items() if old in ours.columns}
     words = "; ".join(f"{old} as {new}" for old, new in kept.items())
     setting = f"{words}; {ours.setting}"
-    return (
-        replace(ours, entries=found, columns=(*kept.values(),), setting=setting) if found else None
-    )
+    return replace(ours, entries=found, columns=tuple(kept.values()), setting=setting)
 
 
 def without_first_seed(ours: Measurement) -> Measurement:

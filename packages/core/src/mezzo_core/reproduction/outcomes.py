@@ -1,10 +1,10 @@
-"""What can come out, and when the noise of seeds and passes lets it be told.
+"""The outcomes of a comparison, and when they are clear of the noise of seeds and passes.
 
 Noise: an order is tested pair by pair, on neighbours, over the seeds that both have. A pair is
 settled if its gap differs from zero by a two-sided paired t-test at the 5% level. With three seeds
 the mean gap must be 2.5 times the gaps' standard deviation, with two seeds 9 times. With one seed
-no pair is settled. Counts have no noise (`exact`). What trained models reach is held to bounds by
-the same test of its distance from each; a speed must be within them in every pass.
+no pair is settled. Counts have no noise (`exact`). A number of a trained model is held to bounds by
+the same test of its distance from each bound; a speed must lie within them in every pass.
 """
 
 import math
@@ -21,7 +21,7 @@ T_CRITICAL = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 TRAINED = ("training", "recall")
 """The kinds of measurement whose numbers differ from seed to seed."""
 Bounds = tuple[float, float]
-"""The least and the greatest value that is within."""
+"""The least and the greatest value that are allowed."""
 
 
 class Outcome(str, Enum):

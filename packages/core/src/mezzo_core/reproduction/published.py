@@ -7,7 +7,7 @@ Such a file has the paper's numbers, none of ours. Its rules are:
   the table's `better`, `metric` and `unit`.
 - A row with `kind = "ratio"` is derived from other rows, and is left out of orderings.
 - `FOR_READERS`, and unknown keys of a row, are notes for people: the code ignores them.
-- `needs` says what a table or claim would need that has no evidence.
+- `needs` says what a table or claim without evidence would need.
 - A claim's `ordering` names models, best first. Its `labels` has one entry for each value, and so
   has `ours` of a set-up: where its `recipe` has the value (see `beside`), "" if it has none.
 """

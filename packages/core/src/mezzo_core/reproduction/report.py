@@ -28,7 +28,7 @@ class Figure:
 
     @property
     def address(self) -> str:
-        """The picture itself, as an address, so that the page loads nothing.
+        """The picture as a data URL, so that the page loads nothing.
 
         A chart has few colours: with 32 of them it takes a fifth of the bytes.
         """

@@ -32,14 +32,11 @@ from mezzo_core.train.config import TrainConfig
 
 @dataclass(frozen=True)
 class Scale:
-    """How much one reproduction runs.
-
-    On a busy machine, threads that wait for each other make tiny work slow.
-    """
+    """How much one reproduction runs."""
 
     budget: Budget  # of the tiny trainings
     sizes: Any = None  # of the paper's speeds; None: nothing is measured
-    threads: int | None = None  # of this process; None keeps torch's choice
+    threads: int | None = None  # of this process: few for tiny work; None keeps torch's choice
     needs_gpu: bool = False  # whether the sizes are for a GPU
 
 

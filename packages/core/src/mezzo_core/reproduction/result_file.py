@@ -25,7 +25,7 @@ Say = Callable[[str], None]
 DIVERGED = "diverged"
 """Stands for the result of a training whose loss exploded."""
 FAILED = "failed"
-"""Stands for the number of what ended with an error, which the entry says."""
+"""Stands for the number of a measurement that failed; the entry's `error` says why."""
 
 
 class Cell(NamedTuple):
@@ -81,7 +81,7 @@ class Header:
 
 @dataclass(frozen=True)
 class EntryFields:
-    """The types of what tables, figures and claims read of an entry; it may have more details."""
+    """What tables, figures and claims read of an entry, which may have more details."""
 
     model: str
     column: str
@@ -150,8 +150,8 @@ def _check_origin(content: Mapping[str, Any]) -> None:
 class Result:
     """A result file that is written whole at each addition, so that a kill loses nothing.
 
-    What is compared in one file was measured on one machine at one commit. So a file is continued
-    only if all but its entries and its date are the same.
+    All numbers of a file come from one machine at one commit, so that they can be compared. A file
+    is continued only if all but its entries and its date are the same.
     """
 
     def __init__(
@@ -180,11 +180,7 @@ class Result:
         return [*self._found.values()]
 
     def _take_in(self) -> None:
-        """Read the file, if it exists, and take in its entries.
-
-        Raises:
-            UserError: if it is no result, or of another header, machine or commit.
-        """
+        """Read the file, if it exists, and take in its entries; errors as in `__init__`."""
         if not self.path.exists():
             return
         _, content, entries = read_file(self.path)
@@ -218,8 +214,8 @@ class Result:
         """
         told = json.dumps([*map(_to_json, entries)], allow_nan=False)
         try:
-            # Another script may add to the file, such as one that measures other models on another
-            # GPU: what it has measured stays, and under the lock nothing comes between.
+            # Another script may have added to the file, such as one on another GPU. Its entries are
+            # read first, and under the lock none can be added between reading and writing.
             with acquire(FileLock(self.path.with_name(f".{self.path.stem}.lock"))):
                 self._take_in()
                 new = [_checked(e, self.header) for e in json.loads(told, parse_float=_rounded)]

@@ -95,7 +95,7 @@ def of_model(
     folder: Path,
     device: torch.device,
 ) -> Mapping[str, float]:
-    """Return what a test finds of the trained model, with `partial` a `Measure`."""
+    """Test the trained model; `partial(of_model, test)` is a `Measure`."""
     model, _, _ = load_model(folder / "model", device=device)
     return test(model, config)
 
@@ -105,8 +105,8 @@ def loss_by_length(
 ) -> dict[str, float]:
     """Return the loss on the validation part in windows of each length T, in nats a token.
 
-    The lengths have the names of columns. All have the same targets, if they divide the longest, of
-    which so many `windows` are read; None reads all.
+    The lengths have the names of columns. If they divide the longest, all have the same targets:
+    those of so many `windows` of the longest, or of all windows if it is None.
     """
     longest, found = max(lengths.values(), default=0), {}
     for column, T in lengths.items():
@@ -125,8 +125,8 @@ def sweep(
 ) -> None:
     """Train each model at several learning rates with seed SWEPT, with the other seeds at its best.
 
-    So that no model loses for a rate that does not suit it: the sweep begins with the three rates
-    in the middle, and goes on where a model's best has an untried neighbour.
+    So no model loses by a rate that does not suit it. The sweep begins with the three rates in the
+    middle, and goes on while a model's best rate has an untried neighbour.
     `mezzo_core.reproduction.measurement.at_best` reads such a result.
 
     Args:
@@ -163,7 +163,7 @@ def sweep(
 
 
 def at_rate(config: TrainConfig, lr: float) -> TrainConfig:
-    """Return a run at another learning rate; the one at its end keeps its share of the first."""
+    """Return a run at another learning rate, with the final rate in the same proportion to it."""
     optim = config.optim
     return replace(config, optim=replace(optim, lr=lr, min_lr=optim.min_lr / optim.lr * lr))
 
