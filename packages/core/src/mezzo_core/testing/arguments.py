@@ -123,10 +123,8 @@ def find_fault(call: Call, replaced: Mapping[str, Replacement]) -> str | None:
 def check_module_arguments(module: AbstractSequenceModule) -> None:
     """Replace each argument of the `forward`, `step` and `reserve` of a mixer, a block or a stack.
 
-    States have seen tokens. One with a part replaced is refused, or gives what it gave before.
-
-    Args:
-        module: the module, on a CPU, in float32.
+    It is on a CPU, in float32. States have seen tokens. A state with a part replaced must be
+    refused, or give what it gave before.
 
     Raises:
         AssertionError: as in `check_arguments`.

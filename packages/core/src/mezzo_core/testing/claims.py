@@ -5,12 +5,7 @@ from dataclasses import replace
 
 from mezzo_core.reproduction.claims import Evidence, Printed, Run
 from mezzo_core.reproduction.criteria import Given, Order
-from mezzo_core.reproduction.measurement import (
-    Entry,
-    Measurement,
-    entries,
-    read_results,
-)
+from mezzo_core.reproduction.measurement import Entry, Measurement, entries, read_results
 from mezzo_core.reproduction.outcomes import Outcome
 from mezzo_core.reproduction.published import Table
 from mezzo_core.reproduction.reproduce import Reproduction
@@ -73,7 +68,7 @@ def _quiet(ours: Measurement) -> Measurement:
 
 
 def _changed(ours: Measurement) -> Iterator[Measurement]:
-    """Yield the measurement with a row or a column, and what was measured with it, changed."""
+    """Yield the measurement with the numbers and details of one row or one column changed."""
     for model in dict.fromkeys(entry.model for entry in ours.entries):
         chosen = [entry.model == model for entry in ours.entries]
         yield from (_times(ours, chosen, factor) for factor in (1e-3, 1e3))

@@ -66,7 +66,7 @@ def _without_assembler() -> Iterator[None]:
     from triton.backends.nvidia.compiler import CUDABackend
 
     def apart(self: Any) -> str:
-        """Name Triton's cache: a real GPU must not get kernels without machine code."""
+        """Return another key for Triton's cache: no GPU may get kernels without machine code."""
         return f"{key(self)}, not assembled"
 
     key = CUDABackend.hash

@@ -38,12 +38,7 @@ class Damage(NamedTuple):
 
 
 def damages(content: bytes, rng: random.Random) -> Iterator[Damage]:
-    """Yield damaged forms of any file: bytes flipped, cut off, added or replaced.
-
-    Args:
-        content: the undamaged file's bytes.
-        rng: chooses the places to damage.
-    """
+    """Yield damaged forms of any file: bytes flipped, cut off, added or replaced."""
     yield Damage("empty", b"")
     yield Damage("zeros", bytes(len(content)))
     yield Damage("noise", rng.randbytes(len(content)))

@@ -70,12 +70,11 @@ def repair_interpreter() -> None:
 def speed_up_interpreter() -> None:
     """Let the interpreter do once what it repeats, so that kernels take less time.
 
-    A launch replaces the functions of `triton.language` by those of the interpreter, and since
-    Triton 3.6 takes them back. So does each call of a device function: here only the first call
-    into a module does, and they stay. The table of numpy's types, made anew at each look-up, is
-    kept. Sums, differences and products of integers are computed a second time, to assert that none
-    overflows, only where the interpreter heeds such assertions: not unless its option `debug` is
-    set.
+    Each launch and each call of a device function patches `triton.language` with the interpreter's
+    functions, and since Triton 3.6 takes the patch back. Here only the first call into a module
+    patches it, and the patch stays. The table of numpy's types is made once, not at each look-up.
+    Triton computes sums, differences and products of integers twice, to assert that none overflows;
+    here it does so only with the option `debug`, without which the interpreter ignores assertions.
     """
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
@@ -109,10 +108,10 @@ def speed_up_interpreter() -> None:
 
 
 def _keep_types() -> None:
-    """Make each type of blocks once, and what a tensor takes from its type once for each type.
+    """Make each type of blocks once, and the fields that a tensor takes from its type.
 
-    Every operation makes both anew, which takes longer than its arithmetic. Two tensors of one type
-    or shape need no broadcasting.
+    Every operation would make them anew, which takes longer than its arithmetic. Two tensors of one
+    type or shape need no broadcasting.
     """
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
@@ -160,7 +159,7 @@ def _keep_types() -> None:
 
 
 def _look_less() -> None:
-    """Take a tensor for what it is, and the size of its numbers for right."""
+    """Do not look for constants in plain values, nor check the size of a tensor's numbers."""
     from triton.language import core
     from triton.runtime.interpreter import TensorHandle
 
@@ -176,8 +175,8 @@ def _look_less() -> None:
 def _keep_operators() -> None:
     """Find once what an operator does: it depends on the types of its operands and on numbers.
 
-    Each time, Triton's finds anew what both become, and makes them blocks of one shape, as numpy
-    does anyway. Ours does what is left: casts, and one call of the interpreter.
+    Triton's finds the common type at each call, and broadcasts both operands, as numpy does anyway.
+    Ours does what is left: casts, and one call of the interpreter.
     """
     import triton.language as tl
 
@@ -223,8 +222,9 @@ def _watched(operator: Any, self: Any, other: Any) -> tuple[Any, Any]:
     """Run an operator of tensors.
 
     Returns:
-        Its result; and the call of the interpreter that made it, what else than the operands this
-        got, what they had become for it, and the result's type. None if that is not all it did.
+        Its result, and what repeats it: the interpreter's method that made it, the method's further
+        arguments, both operands as the method got them, and the result's type. The latter is None
+        if the operator did more than this one call.
     """
     from triton.runtime.interpreter import interpreter_builder as builder
     from triton.runtime.interpreter import interpreter_semantic as semantic

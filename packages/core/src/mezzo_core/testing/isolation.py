@@ -21,10 +21,13 @@ def check_isolated(
 ) -> None:
     """Assert that a NaN, an infinity or a large number stays where causality lets it be.
 
-    In token t of row 0 it leaves what comes before t, and the other rows, bit-equal, without and
-    with a state and in the steps after, and a NaN shows at t. In one of several packed sequences,
-    or in the gradient of its outputs, it leaves the others and their gradients bit-equal. In
-    padding it leaves the real tokens, and what comes after them by any form, bit-equal.
+    These must stay bit-equal:
+
+    - if it is in token t of row 0: what comes before t, and the other rows, without a state, with
+      one and in the steps after. A NaN must show at t;
+    - if it is in one of several packed sequences, or in the gradient of its outputs: the other
+      sequences and their gradients;
+    - if it is in padding: the real tokens, and what comes after them by any form.
 
     Sequences have three tokens or more. If `long` is not 0, a NaN in the last token but one of so
     many is tried too.

@@ -41,7 +41,7 @@ def check_segments(
 ) -> None:
     """Assert that full forward == the given segments == one token at a time; states stay intact.
 
-    And so it is where the first half of the tokens is read by `prefill`, with padding behind them.
+    The same holds if `prefill` reads the first half of the tokens, with padding behind them.
     The lengths of the segments, in `splits` and in each of `more`, add up to `num_tokens`; zeros
     are legal.
     """
@@ -162,7 +162,7 @@ def check_step(
 
 
 def check_state_bytes(module: AbstractSequenceModule, num_tokens: int) -> None:
-    """Assert that the bytes told are those of the state that one sequence holds after T tokens.
+    """Assert that `state_bytes` tells the bytes that one sequence holds after so many tokens.
 
     On a GPU, `state_bytes` and `host_state_bytes` are compared each with the tensors of its side.
     On a CPU there is one side, and their sum counts. Counters (integer tensors) may be counted or
@@ -186,9 +186,9 @@ def check_state_bytes(module: AbstractSequenceModule, num_tokens: int) -> None:
 
 
 def check_plain_state(module: AbstractSequenceModule) -> None:
-    """Assert that a state before the first token is of plain tensors, whatever the weights are.
+    """Assert that a new state has plain tensors, whatever the class of the weights.
 
-    FSDP and quantization make weights of another class, of which `new_zeros` would make more.
+    FSDP and quantization make weights of another class, and `weight.new_zeros` keeps that class.
     """
     module = deepcopy(module)
     for part in module.modules():
@@ -280,11 +280,11 @@ LAWS: dict[str, Callable[[AbstractSequenceModule], None]] = {
 """Every law at sizes for chunks of a few tokens, and `long` and `isolated` beyond one of 64 too."""
 
 OF_STATES = ("handled", "saved", "programs")
-"""Laws of what states hold: a form whose state is as another's need not be tried for them."""
+"""Laws about what states hold: of several forms with the same state, one is enough."""
 
 
 def each_law(forms: Iterable[_Form], as_others: Container[_Form]) -> list[tuple[_Form, str]]:
-    """Return each form with each law to try: `as_others` are those whose state is as another's."""
+    """Return each form with each law to try; `as_others` have the same state as other forms."""
     every = product(forms, LAWS)
     return [(form, law) for form, law in every if form not in as_others or law not in OF_STATES]
 
@@ -293,10 +293,7 @@ def broken_laws(build: Callable[[], AbstractSequenceModule]) -> dict[str, str]:
     """Return the laws that a module breaks, each with the first line of why.
 
     The module may be of any project, wrapped in the contract's methods. A law is broken too where
-    the module raises an error, such as for what it does not offer.
-
-    Args:
-        build: builds the module anew for each law.
+    the module raises an error, such as for what it does not offer. Each law gets a new module.
     """
     broken = {}
     for name, law in LAWS.items():

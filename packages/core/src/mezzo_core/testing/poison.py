@@ -7,7 +7,7 @@ conftest.py, and use the fixture (or wrap it in an autouse fixture).
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -27,7 +27,7 @@ def _filled(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         # A traced or meta tensor has no memory, and filling it would change the traced program.
         if torch.compiler.is_compiling() or fresh.is_meta or type(fresh) is not Tensor:
             return fresh
-        # What watches operations is not to see this one.
+        # Modes that watch operations must not see this one.
         with torch.no_grad(), _disable_current_modes():
             if fresh.is_floating_point() or fresh.is_complex():
                 fresh.fill_(float("nan"))
@@ -52,16 +52,11 @@ def poisoned() -> Iterator[None]:
         (Tensor, "new_empty"),
         (Tensor, "new_empty_strided"),
     ]
-    patches = [
-        mock.patch.object(place, name, _filled(getattr(place, name))) for place, name in places
-    ]
-    for patch in patches:
-        patch.start()
-    try:
+    with ExitStack() as stack:
+        for place, name in places:
+            patch = mock.patch.object(place, name, _filled(getattr(place, name)))
+            stack.enter_context(patch)
         yield
-    finally:
-        for patch in reversed(patches):
-            patch.stop()
 
 
 @pytest.fixture

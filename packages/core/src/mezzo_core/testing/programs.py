@@ -41,7 +41,7 @@ def check_programs(
 
 
 class _Program:
-    """A state of a few rows, and the tokens of each row so far, from which it must not differ."""
+    """A state of a few rows, and each row's tokens so far, whose whole forward it must match."""
 
     def __init__(self, module: AbstractSequenceModule, seed: int) -> None:
         self.module, self.whole = Rewinding(module, ROOM), module

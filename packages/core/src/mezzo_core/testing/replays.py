@@ -8,7 +8,7 @@ import ctypes
 import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from itertools import takewhile
 from types import SimpleNamespace
@@ -69,7 +69,7 @@ def _results(op: Callable[..., Tensor], inputs: Mapping[str, Tensor]) -> dict[st
 
 @contextmanager
 def replays() -> Iterator[list[replay.Recording]]:
-    """Let ops repeat launches, on a CPU too; yield a list that gets what is repeated."""
+    """Let ops repeat launches, on a CPU too; yield a list that collects what is repeated."""
     done: list[replay.Recording] = []
     repeat = replay._replay
 
@@ -80,13 +80,10 @@ def replays() -> Iterator[list[replay.Recording]]:
     patches = [mock.patch.object(replay, "_replay", counted)]
     if os.environ.get("TRITON_INTERPRET") == "1":
         patches += _interpreted()
-    for patch in patches:
-        patch.start()
-    try:
-        yield done
-    finally:
+    with ExitStack() as stack:
         for patch in patches:
-            patch.stop()
+            stack.enter_context(patch)
+        yield done
 
 
 def _interpreted() -> list[Any]:
@@ -125,7 +122,7 @@ def _named(kernel: Any, num_arguments: int, *names: str) -> list[str]:
 
 
 class _Compiled:
-    """Stands for the compiled kernels that `launch` has: all that it could have are there."""
+    """Stands for `launch`'s table of compiled kernels: it has every kernel that can be in it."""
 
     def get(self, key: Any) -> tuple["_Kernel", tuple[Any, ...]] | None:
         kernel, arguments, constants = key

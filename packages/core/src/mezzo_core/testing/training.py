@@ -14,10 +14,10 @@ from mezzo_core.testing.numerics import assert_close
 
 
 def check_training(module: AbstractSequenceModule) -> None:
-    """Assert that a state made in inference mode is one to train from, with the same gradients.
+    """Assert that one can train from a state made in inference mode, with the same gradients.
 
-    That the gradient of a gradient is there, or is refused in our words. And that activations may
-    be computed again in the backward (activation checkpointing), which changes no gradient.
+    The gradient of a gradient must exist, or be refused in our words. And computing activations
+    again in the backward (activation checkpointing) must change no gradient.
     """
     x = normal(module, (2, 9, module.d_model), 0).requires_grad_()
     found: list[Tensor] = []
