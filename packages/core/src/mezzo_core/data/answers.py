@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: prompts with answers, of which the answers alone are learned."""
+"""Supervised fine-tuning on prompts with answers: the model learns the answers alone."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -110,7 +110,7 @@ class AnswersData(BatchSource):
             _pack(part, seq_len, tokenizer.eos_token) for part in (train, held_out)
         )
         ends = np.concatenate([self._train.ends, self._test.ends])
-        self._max_documents = 1 + int(ends.sum(1).max())  # what follows the last end is one too
+        self._max_documents = 1 + int(ends.sum(1).max())  # padding counts as a document too
         self.num_train_tokens = len(self._train.tokens) * seq_len
         digest = sha256()
         for tokens, learned in (*train, *held_out):

@@ -223,7 +223,7 @@ class MixedWindows:
         order = np.argsort(shares, kind="stable")
         self.num_padded = len(order)
         chosen = np.repeat(np.arange(len(texts)), [len(place) for place in places])
-        # What comes last stands for every window beyond them: one beyond those of the first text.
+        # The last entry stands for every window beyond the end: it is padding of the first text.
         self._chosen = np.append(chosen[order], 0)
         self._windows = np.append(np.concatenate(places)[order], len(places[0]))
 
@@ -255,7 +255,7 @@ class BatchSource(ABC):
     num_train_tokens: int | None = None
     """Training tokens of an epoch; None if the source is endless, or its length unknown."""
     tokenizer: Tokenizer | None = None
-    """Whose tokens these are; None if they are no text's."""
+    """The tokenizer of the text; None for a task."""
     num_validation_bytes: int | None = None
     """UTF-8 bytes of the validation targets, for bits a byte; None for a task."""
 

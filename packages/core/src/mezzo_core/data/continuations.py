@@ -1,4 +1,4 @@
-"""Texts that stand behind others, as answers do behind prompts: to tokens and back."""
+"""Encodes and decodes texts that follow others, as answers follow prompts."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ class Continuations:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        # Nothing is dropped behind a word.
+        # Decoding drops nothing after a word, so a word is put before what is decoded.
         every = ([token] for token in range(tokenizer.vocab_size))
         self._before = next((word for word in every if tokenizer.decode(word).isalnum()), [])
         self._left_out = len(tokenizer.decode(self._before))
@@ -24,14 +24,14 @@ class Continuations:
         return self.tokenizer.decode([*self._before, *tokens])[self._left_out :]
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text that follows another: they decode to it, no space is added.
+        """Return the tokens of a text that follows another, without a space before it.
 
         A tokenizer that changes texts in other ways gives the tokens that it gives a text alone.
         """
         alone = self.tokenizer.encode(text)
         if self.decode(alone) == text:
             return alone
-        # The space then stands before the line break, which no token has in common with a word.
+        # The tokenizer adds its space before the line break, and no token joins that and a word.
         line_break = self.tokenizer.encode("\n")
         behind = self.tokenizer.encode(f"\n{text}")
         tokens = behind[len(line_break) :]

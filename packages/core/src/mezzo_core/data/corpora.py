@@ -57,10 +57,7 @@ class Records:
     left_out: int = 0
 
     def pieces(self, get: Callable[[str], str]) -> Iterator[Piece]:
-        """Yield a record's text as a document.
-
-        Args:
-            get: returns the text of a field of the record.
+        """Yield a record's text as a document; `get` returns the text of one of its fields.
 
         Raises:
             UserError: what `get` raises, unless bad records are left out.
@@ -236,7 +233,7 @@ def _read_json(file: Any, path: Path, records: Records) -> Iterator[Piece]:
 
 
 def parse_record(text: str, where: str) -> Any:
-    """Return the value that JSON tells; in the error's message, `where` names the record.
+    """Return the value of a JSON text; in the error's message, `where` names the record.
 
     Raises:
         UserError: if it is not JSON.

@@ -25,10 +25,7 @@ class Part(NamedTuple):
 
 
 def read_examples(source: str) -> Iterator[tuple[str, str]]:
-    """Yield the lines of .jsonl files, each with words for where it is.
-
-    Args:
-        source: a file, a folder or a glob.
+    """Yield the lines of .jsonl files (a file, a folder or a glob), each after words for its place.
 
     Raises:
         UserError: if there is no such file, one is of another format, or one cannot be read.
@@ -66,10 +63,10 @@ def parse_example(line: str, where: str) -> list[Part]:
 
 
 def encode_example(parts: list[Part], continuations: Continuations) -> tuple[list[int], list[bool]]:
-    """Return an example's tokens, and which of them are learned: answers, and the ends of these.
+    """Return an example's tokens, and which of them are learned: answers, each with an end token.
 
-    What is read before an answer is encoded as one text, as a prompt is before a model continues
-    it, and the answer as what continues it.
+    Tokens are those of generation: what stands before an answer is one text, as a prompt is, and
+    the answer is a text that follows it.
     """
     tokenizer = continuations.tokenizer
     tokens = list(tokenizer.begin_tokens)
@@ -85,7 +82,7 @@ def encode_example(parts: list[Part], continuations: Continuations) -> tuple[lis
 
 
 def encode_chat(messages: list[dict[str, str]], tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a chat in which the assistant is to write next, as it was trained.
+    """Return the tokens of a chat in which the assistant writes next, as in its training.
 
     Args:
         messages: `{"role": ..., "content": ...}` each, from the first on.

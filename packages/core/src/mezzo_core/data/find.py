@@ -155,8 +155,8 @@ def _entries(folder: Path, pattern: str) -> tuple[list[Path], list[Path]]:
     """Return a folder's subfolders and files that match a pattern and may be text, sorted.
 
     Raises:
-        UserError: if the folder or one of them cannot be read. Without it, the model would silently
-            be trained on another corpus than the user named.
+        UserError: if the folder or one of them cannot be read: the model must not silently be
+            trained on less than the user named.
     """
     folders: list[Path] = []
     files: list[Path] = []
@@ -181,7 +181,7 @@ def _entries(folder: Path, pattern: str) -> tuple[list[Path], list[Path]]:
 
 
 def _is_of_other_kind(path: Path) -> bool:
-    """Tell whether a name is that of a picture or the like, and of no text or folder."""
+    """Tell whether the suffix is that of a known kind of file, such as a picture, and no text."""
     return split_suffix(path)[0] not in FORMATS and guess_type(path.name)[0] is not None
 
 

@@ -14,7 +14,7 @@ from mezzo_core.data.config import DataConfig
 from mezzo_core.data.tokenized_text import TokenizedText
 from mezzo_core.errors import UserError
 
-# Each text has its share of the rows of every block, to the row.
+# In every block of so many rows, each text has exactly its share.
 BLOCK_ROWS = 10_000
 # The draw of a block also gets this number, which differs from those of `tokenized_text`.
 _MIX = 2
@@ -103,7 +103,7 @@ class MixtureConfig:
 
 @contextmanager
 def _naming(text: str) -> Iterator[None]:
-    """Say in an error which text it is of."""
+    """Put a text's name before the message of an error."""
     try:
         yield
     except UserError as error:

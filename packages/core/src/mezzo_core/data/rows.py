@@ -27,15 +27,7 @@ class RowsData(BatchSource):
     """
 
     def __init__(self, name: str, train: Rows, test: Rows, *, vocab_size: int, seed: int) -> None:
-        """Keep the rows.
-
-        Args:
-            name: of the task, a part of the fingerprint.
-            train: the rows to train on.
-            test: the validation part.
-            vocab_size: all tokens are below this number.
-            seed: of the order of the rows in each epoch.
-        """
+        """Keep the rows; the name is a part of the fingerprint, the seed that of the order."""
         self.seq_len, self.vocab_size = train.inputs.shape[1], vocab_size
         self._train, self._test = train, test
         self.num_train_tokens = train.inputs.size

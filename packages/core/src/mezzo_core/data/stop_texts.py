@@ -6,7 +6,7 @@ from mezzo_core.data.continuations import Continuations
 from mezzo_core.data.tokenizers import Tokenizer
 
 _SILENT = 16
-"""How many tokens without a text, such as special ones, may stand among those of a stop text."""
+"""How many tokens without text, such as special ones, may stand between those of a stop text."""
 
 
 def stop_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> Callable[[Sequence[int]], bool]:
@@ -23,7 +23,7 @@ def stop_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> Callable[[Sequence
     continuations = Continuations(tokenizer)
 
     def stop(tokens: Sequence[int]) -> bool:
-        # Each token has a byte at least, so that no more of them can hold the end of a text.
+        # Each token with text has a byte or more: the newest `longest` tokens hold any stop text.
         newest = [token for token in tokens[-longest:] if token < tokenizer.vocab_size]
         written = continuations.decode(newest)
         return any(text in written for text in texts)

@@ -1,4 +1,4 @@
-"""Tokens in a .npy file, of which each read tells whether another program changed the file."""
+"""Tokens in a .npy file; each read fails if another program has changed the file."""
 
 import os
 import weakref
@@ -59,7 +59,7 @@ class StoredTokens:
         return self._array(b"".join(self._bytes(*run) for run in runs)).reshape(places.shape)
 
     def read(self, first: int, count: int) -> NDArray[Any]:
-        """Return `count` tokens from place `first` on; errors as of an index."""
+        """Return `count` tokens from place `first` on; it raises what `__getitem__` does."""
         return self._array(self._bytes(first, count))
 
     def _bytes(self, first: int, count: int) -> bytes:

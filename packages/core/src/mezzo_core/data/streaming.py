@@ -49,9 +49,10 @@ class StreamedText(TextData):
     """A stream that is cut into windows while it is read, epoch after epoch.
 
     A document is a row of the data set, or a file (a file of more than `PIECE_CHARACTERS` counts as
-    several documents). The held-out documents are those of a text of its own, or the first
-    `text_stream.VALIDATION_DOCUMENTS`, or fewer if they are long, of the split "validation" of a
-    hub data set, or of the stream itself, of which a tenth if it has no more.
+    several documents). The held-out documents are those of a text of its own, if one is given. Else
+    they are the first `text_stream.VALIDATION_DOCUMENTS`, or fewer if they are long: of the split
+    "validation" of a hub data set if it has one, else of the stream itself. A stream that has no
+    more documents than that holds out a tenth of them.
 
     The other documents are dealt out to the processes in turn (of a hub data set whole files, if
     there are as many for each process), and a process begins anew when it has read all of its own.
@@ -81,13 +82,6 @@ class StreamedText(TextData):
         mask_documents: bool,
     ) -> None:
         """Tokenize the held-out documents; nothing else is read yet.
-
-        Args:
-            stream: the text.
-            tokenizer: makes the tokens.
-            seq_len: T.
-            seed: seed of the order within the blocks.
-            mask_documents: whether documents are kept from attending to each other.
 
         Raises:
             UserError: if the held-out documents have no text.
@@ -257,8 +251,8 @@ class StreamedText(TextData):
         dataset = self._stream.dataset
         dataset.load_state_dict(start.block_start or {})
         # `set_epoch` is avoided because it makes datasets 5.2 distribute the shards differently, so
-        # that other documents would be skipped than those held out. A block ends with a document
-        # of this process, so those of the others come first in the next.
+        # that other documents would be skipped than those held out. A block ends with a document of
+        # this process, so the next block skips those of the others (`every - 1`) first.
         every = self._stream.every
         first = every - 1 if start.block_start else self._stream.skipped
         rows = itertools.islice(dataset, first, None, every)

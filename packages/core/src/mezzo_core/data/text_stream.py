@@ -14,8 +14,7 @@ from mezzo_core.data.hub import HUB_PREFIX, load_hub_dataset
 from mezzo_core.errors import UserError
 from mezzo_core.libraries import import_library
 
-# How many documents are held out, or fewer if they have so many characters: the first of the split
-# "validation" if there is one, else the first of the training text, a tenth if it has no more.
+# How many documents are held out (see `StreamedText`), or fewer if they have so many characters.
 VALIDATION_DOCUMENTS, VALIDATION_CHARACTERS = 100, 1 << 23
 
 
@@ -79,7 +78,7 @@ def open_stream(
             validation = [text for text, _ in found]
     if held_out is not None:
         validation = [piece.text for piece in held_out.read()]
-    # Files of a hub data set are much of one size, and to load all of them takes each process long.
+    # Files of a hub data set have about one size, and it takes a process long to load all of them.
     by_file = source.startswith(HUB_PREFIX)
     if validation is None:
         return share_stream(source, train, text_column, by_file=by_file, **sharing)
@@ -102,15 +101,8 @@ def share_stream(
 ) -> TextStream:
     """Hold out a data set's first documents and give this process its share of the others.
 
-    Args:
-        name: the stream's name in messages.
-        dataset: a `datasets.IterableDataset` whose order is fixed.
-        text_column: the field that holds the text.
-        skip_bad: leave out records without text.
-        rank: this process.
-        world_size: how many processes share the stream.
-        identity: identifies the text as far as that is possible without reading it.
-        by_file: let processes read whole files where these can be shared out evenly.
+    The data set is a `datasets.IterableDataset` whose order is fixed. With `by_file` processes read
+    whole files, where these can be shared out evenly. For the other arguments see `TextStream`.
     """
     records = Records(text_column, skip_bad)
     found = _first_texts(dataset, records, name, VALIDATION_DOCUMENTS + 1)
@@ -137,14 +129,9 @@ def _share(
 ) -> tuple[Any, int, int]:
     """Return what this process reads, the documents before its first, and one in how many it takes.
 
-    Documents are dealt out in turn, so that all processes see the same mixture of the files.
-
-    Args:
-        dataset: the whole data set.
-        held_out: how many of its first documents are held out.
-        rank: this process.
-        world_size: how many processes share the data set.
-        by_file: share out whole files instead, if there are as many for each process.
+    Documents are dealt out in turn, so that all processes see the same mixture of the files. With
+    `by_file` whole files are, if there are as many for each process. The first `held_out` documents
+    are nobody's.
     """
     files = dataset.num_shards
     if not by_file or world_size == 1 or files % world_size:

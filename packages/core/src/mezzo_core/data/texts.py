@@ -1,4 +1,4 @@
-"""What all descriptions of text have in common, be it one text, a mixture, or examples."""
+"""What can be asked of any description of text: of one text, a mixture, or examples."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from mezzo_core.data.hub import HUB_PREFIX
 from mezzo_core.data.mixture import MixtureConfig
 
 TextConfig = DataConfig | MixtureConfig | AnswersConfig
-"""What describes text, and no task."""
+"""The configurations of text; tasks have others."""
 
 
 def texts_of(config: TextConfig) -> tuple[DataConfig, ...]:

@@ -172,10 +172,7 @@ def _load(folder: Path, tokenizer: Tokenizer, dtype: np.dtype[Any], check: bool)
 
 @contextmanager
 def _array_errors(path: Path) -> Iterator[None]:
-    """Turn any error but an OSError into a ValueError: a damaged header gives errors of every kind.
-
-    A pickled array is among them.
-    """
+    """Turn any error but an OSError into a ValueError: damaged headers and pickles raise any."""
     try:
         yield
     except OSError:

@@ -35,17 +35,10 @@ class TokenizedText(TextData):
         seed: int,
         mask_documents: bool,
     ) -> None:
-        """Split the corpus.
+        """Split the corpus, whose tokens the tokenizer made, or take another one to validate on.
 
-        Args:
-            tokenized: the corpus's tokens.
-            tokenizer: the tokenizer that made them.
-            held_out: the validation part; None takes it out of `tokenized`.
-            seq_len: T.
-            validation_fraction: share of the tokens held out for validation; 1 for all. Without
-                meaning if there is a text of its own for that.
-            seed: seed of the split and of the order.
-            mask_documents: whether documents are kept from attending to each other.
+        `validation_fraction` is the share of the tokens to hold out, 1 for all; with `held_out` it
+        has no meaning. The seed is that of the split and of the order.
         """
         self.tokenizer, self.seq_len = tokenizer, seq_len
         # "packed" stays: runs on disk have it in their corpus.json.
@@ -115,7 +108,7 @@ class TokenizedText(TextData):
             generator = np.random.default_rng((self._seed, _ORDER, epoch))
             complete, padded = self.train.num_complete, self.train.num_padded
             order = generator.permutation(complete)
-            # It is not shuffled, so that runs of up to an epoch stay as they were without it.
+            # The padded window comes last, so that runs of versions without it keep their order.
             self._orders[epoch] = np.append(order, np.arange(complete, padded))
         return self._orders[epoch]
 
@@ -176,9 +169,9 @@ def target_bytes(
 ) -> int:
     """Return the UTF-8 bytes of the held-out tokens that are targets.
 
-    With masked documents the first token of each document is not a target. For the other arguments
-    see `TokenizedText`. Of a part of a document the number is the share that its tokens have in the
-    bytes of all tokens, which is exact where a tokenizer keeps texts as they are.
+    With masked documents the first token of each document is not a target. A part of a document has
+    the share of its bytes that its tokens have in the bytes of all tokens: this is exact if the
+    tokenizer keeps texts as they are.
     """
     is_part = len(tokenized.ends) == 1 and held_out[0, 0] > 0
     if is_part:

@@ -130,23 +130,17 @@ class HFTokenizer:
             raise UserError(f"{name} gives two tokens the same number")
         if eos_token not in numbers:
             raise UserError(f"{name} has no token {eos_token!r} to end a document")
-        self._backend, self._name = backend, name
+        self.backend, self._name = backend, name
         self._known: set[str] = set()  # characters that are not dropped
         self.eos_token = eos_token
         self.stop_tokens = tuple(dict.fromkeys((eos_token, *stops)))
         self.bos_token = template[0] if template and template[0] != eos_token else None
         self.begin_tokens: tuple[int, ...] = ()
         self.identity = identity
-        # A special token that was added, such as one for padding, is no token of a text, but what
-        # stands for unknown words is.
+        # Texts hold no special tokens, such as that for padding, except the one for unknown words.
         special = {number for number, token in added.items() if token.special}
         special.discard(vocabulary.get(getattr(model, "unk_token", None)))
         self.vocab_size: int = 1 + max(numbers - special | {eos_token, self.bos_token or 0})
-
-    @property
-    def backend(self) -> Any:
-        """The library's tokenizer."""
-        return self._backend
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens, without those that the tokenizer's template would add.
@@ -165,21 +159,21 @@ class HFTokenizer:
         with library_errors(f"{self._name} cannot encode the text"):
             if self._may_drop:
                 self._refuse_dropped(set().union(*texts) - self._known)
-            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
             return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of the tokens."""
-        return self._backend.decode(list(tokens), skip_special_tokens=True)
+        return self.backend.decode(list(tokens), skip_special_tokens=True)
 
     def token_bytes(self, token: int, *, first: bool = False) -> int:
         """Return the bytes of the token's text.
 
-        Of a text that begins with a space this is one too few, if the tokenizer would add one: it
-        then adds none, and the token cannot tell.
+        This is one too few for the first token of a text that begins with a space, if the tokenizer
+        puts a space before texts: it then adds none, and the token does not show that.
         """
         once, twice = (self.decode([token] * n) for n in (1, 2))
-        piece = self._backend.id_to_token(token) or ""
+        piece = self.backend.id_to_token(token) or ""
         added = first and self._adds_space and piece.startswith("Ġ")
         if "\ufffd" in once:  # a part of a character: a byte-level piece has a letter for each byte
             return 1 if piece.startswith("<0x") else len(piece) - added
@@ -189,9 +183,9 @@ class HFTokenizer:
 
     def _refuse_dropped(self, characters: set[str]) -> None:
         """Refuse new characters without a token, which the library would silently drop."""
-        model = self._backend.model
+        model = self.backend.model
         for character in characters:
-            for piece in _pieces(self._backend, character):
+            for piece in _pieces(self.backend, character):
                 if not all(map(model.tokenize, piece)):
                     raise UserError(
                         f"{self._name} has no token for {character!r}, and none for what it does "
@@ -228,12 +222,7 @@ class SentencePieceTokenizer:
     """A SentencePiece model."""
 
     def __init__(self, processor: Any, identity: str, name: str) -> None:
-        """Take a loaded model.
-
-        Args:
-            processor: the library's model.
-            identity: see `Tokenizer`.
-            name: its name in messages.
+        """Take the library's model; `name` is for messages.
 
         Raises:
             UserError: if it has no token to end a document.
