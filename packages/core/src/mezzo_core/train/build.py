@@ -22,12 +22,12 @@ LossFunction = Callable[..., Tensor]
 """`LM.loss`, or its compiled form."""
 
 COPY_BYTES = 16
-"""What a whole copy takes a parameter: its weight, its gradient and AdamW's two moments."""
+"""Bytes of a whole copy for each parameter: weight, gradient and AdamW's two moments."""
 
 SMALL = 50_000_000
-"""Parameters of a model that is compiled whole. Its kernels are short, so the host is what one
-waits for, and one graph takes the least of it. But compiling takes time for each layer; a larger
-model compiles each kind of unit once, for all its layers."""
+"""A model with fewer parameters is compiled whole: its kernels are short, so that the host limits
+its speed, and one graph takes the least of the host. But then each layer takes time to compile. A
+larger model compiles each kind of unit once, for all its layers."""
 
 
 def micro_batches(config: TrainConfig, world: World) -> int:
@@ -86,7 +86,7 @@ def build_data(config: TrainConfig, world: World) -> BatchSource:
 def begin_data(data: BatchSource, place: dict[str, Any] | None, batch_size: int) -> None:
     """Go to a checkpoint's place in the data, if there is one, and see whether there is more.
 
-    What every process has as a whole, `build_data` has checked.
+    `build_data` has checked sources that every process reads whole.
 
     Raises:
         UserError: if the place is not there any more, or a process has no shard to train on.
@@ -103,13 +103,8 @@ def build_model(
     """Build the model, sharded if it is to be, and the function of its loss.
 
     The initial weights are drawn on the CPU from the configuration's seed, so they depend neither
-    on the device nor on the number of processes. With `init_from`, its weights replace them.
-
-    Args:
-        config: configuration of the run.
-        world: the processes of the run.
-        resumes: whether the weights will be replaced by those of a checkpoint. Then `init_from` is
-            not read, and may be gone.
+    on the device nor on the number of processes. With `init_from`, its weights replace them. A run
+    that resumes does not read `init_from`, which may be gone: it gets a checkpoint's weights.
 
     Raises:
         UserError: if `init_from` has no weights of this model, or several processes are to replay
@@ -124,7 +119,7 @@ def build_model(
     if config.activation_checkpointing:
         for unit in model.units():
             _recompute_in_backward(unit)
-    # States that come from another process part the graph at each layer.
+    # Where states come from another process, the graph breaks at each layer.
     large = model.num_parameters() >= SMALL or world.context > 1
     sharded = is_sharded(config, model, world)
     if config.compile and (sharded or large):
@@ -136,7 +131,8 @@ def build_model(
         borders = part_borders(model, config.seq_len, world.context)
         share_sequence(model.stack, borders, world.group)
     if sharded:
-        # A process that waits for a state must have gathered all that the others gather meanwhile.
+        # All processes gather weights together. So one that waits for a state must first have
+        # gathered all that the others gather until they send it.
         parts = model.stack.stages() if world.context > 1 else model.units()
         shard(model, parts, world)
     else:

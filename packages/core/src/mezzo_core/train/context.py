@@ -1,11 +1,11 @@
 """One sequence over several processes (context parallelism): states go from process to process.
 
 Each process has a part of every row. For each block it receives the state after the tokens before
-its own, runs the block, and sends the new state to the next process, which runs this block while it
-runs the block above: a pipeline, which of P processes is (P - 1) / depth longer than its work. The
-backward is the same in reverse: the gradients of states go back. So every module that keeps the
-contract of `mezzo_core.nn.contract` can share its sequence, and what is sent is its state, which
-does not grow with T where the state does not.
+its own, runs the block, and sends the new state to the next process. That one then runs this block,
+while the first runs the block above: a pipeline, whose P processes take (P - 1) / depth longer than
+their work. In the backward the gradients of states go back the same way. So every module that keeps
+the contract of `mezzo_core.nn.contract` can share its sequence. What is sent is its state, which in
+a recurrent mixer has the same size for every T.
 """
 
 from bisect import bisect_left
@@ -34,7 +34,7 @@ _MOST = 64
 
 
 _ATTENTION_COST = 2
-"""How much longer a FLOP of attention takes than one of a matrix product, as RAT's on an H200."""
+"""How much longer a FLOP of attention takes than one of a matrix product: RAT's, on an H200."""
 
 
 def part_borders(model: LM, num_tokens: int, count: int) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ def own_parts(share: Batch, count: int, world: World, borders: Sequence[int]) ->
 def share_sequence(
     stack: AbstractStack, borders: Sequence[int], group: "dist.ProcessGroup | None" = None
 ) -> None:
-    """Let the stack's forward go on, from now on, where that of the process before it ends.
+    """From now on, let the stack's forward go on where that of the process before it ends.
 
     Each process calls it, and then runs the stack, without a state, on its part of every row
     (`sequence_part`). Outputs and, once those of all processes are added up, gradients of weights
@@ -197,7 +197,7 @@ class _Part:
     def __init__(self, stage: AbstractSequenceModule, chain: Chain, num_tokens: int) -> None:
         self.stage, self.chain, self.num_tokens = stage, chain, num_tokens
         self.run = stage.forward
-        # Not as decorators: these import the compiler, for seconds, also where none shares.
+        # A decorator would import the compiler, which takes seconds, wherever this module is used.
         self.before = torch.compiler.disable(self._before)
         self.after = torch.compiler.disable(self._after)
 

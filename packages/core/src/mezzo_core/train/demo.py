@@ -27,10 +27,7 @@ EVAL_BATCHES = 20
 def run_demo(paper: Paper, demo: Demo, out: Path | None) -> None:
     """Train the two models, and show a sample, both losses and what to try next.
 
-    Args:
-        paper: the package.
-        demo: which models, and for how long.
-        out: the folder that keeps both runs; None keeps nothing.
+    The folder `out` keeps both runs; None keeps nothing.
 
     Raises:
         UserError: as `train` does.
@@ -61,7 +58,7 @@ def run_demo(paper: Paper, demo: Demo, out: Path | None) -> None:
 
 @contextmanager
 def _folder(out: Path | None) -> Iterator[Path]:
-    """Give a folder for the runs, and keep no tokens either; what was not asked for is removed."""
+    """Yield `out` or a temporary folder for the runs; the tokens are temporary in either case."""
     with ExitStack() as stack:
         made = Path(stack.enter_context(TemporaryDirectory()))
         told = os.environ.get("MEZZO_TOKENS")

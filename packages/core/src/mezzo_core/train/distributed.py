@@ -162,12 +162,12 @@ def _whole_number(name: str, least: int, most: int | None) -> int:
 
 @cache
 def _meet() -> tuple[dist.Store, int, int]:
-    """Meet the other processes, once in each: what they write there stays."""
+    """Meet the other processes; the store keeps what they write, so each meets them once."""
     return next(rendezvous("env://"))
 
 
 def _join(backend: str) -> None:
-    """Make a group of all processes, for which no earlier group of theirs has left a key."""
+    """Make a group of all processes, with a prefix so that no earlier group's keys are read."""
     store, rank, size = _meet()
     own = dist.PrefixStore(f"mezzo_{next(_groups)}", store)
     dist.init_process_group(backend, store=own, rank=rank, world_size=size)
@@ -225,12 +225,8 @@ def shard(model: nn.Module, units: Sequence[nn.Module], world: World) -> None:
     A unit's weights are gathered for its forward and its backward, and freed after each; the
     weights outside of all units are gathered as one more group. They are gathered in float32, and
     autocast rounds what is multiplied: FSDP2 has one dtype a group, and in bf16 it would round
-    gates and norm scales too, so that a sharded model would not compute what a whole one does.
-
-    Args:
-        model: the model, with the same weights in every process.
-        units: modules of the model that are sharded one at a time, as its `units()` returns them.
-        world: the processes.
+    gates and norm scales too, so that a sharded model would not compute what a whole one does. All
+    processes have the same weights before. The units are those of the model's `units()`.
     """
     if world.size == 1:
         return
@@ -261,11 +257,8 @@ def backward(loss: Tensor, model: nn.Module, world: World, *, is_last: bool) -> 
     then each adds up its own, which are those of the whole model: 4 bytes a parameter, even if the
     weights are sharded. A copy that is not sharded needs 4 more during the exchange.
 
-    Args:
-        loss: this process's part of the loss of one micro batch.
-        model: the model, sharded by `shard`, or whole and the same in every process.
-        world: the processes.
-        is_last: whether this is the last micro batch before the optimizer's step.
+    The loss is this process's part of that of one micro batch; `is_last` says whether it is the
+    last before the optimizer's step.
     """
     if has_parts(model):
         model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
@@ -276,10 +269,7 @@ def backward(loss: Tensor, model: nn.Module, world: World, *, is_last: bool) -> 
 
 
 def _sum_gradients(model: nn.Module, world: World) -> None:
-    """Add the gradients over the processes, all in one exchange; each becomes a part of its buffer.
-
-    It does not overlap with the backward, whose gradients it needs all.
-    """
+    """Add the gradients over the processes in one exchange, of one buffer, after the backward."""
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     gradients = [
         # A weight that this process has not used may have been used by another.

@@ -1,7 +1,7 @@
 """The flags of `train`: one for each setting of a run that is a number, a word or a switch.
 
-They are those of a file, so that help and a mistyped word need no torch, which the configuration's
-dataclasses import. `mezzo_core.train.flag_table` makes the file from these.
+They come from a file, so that help and a mistyped word need no torch, which the configuration's
+dataclasses import. `mezzo_core.train.flag_table` makes the file from the dataclasses.
 """
 
 import csv
@@ -131,7 +131,7 @@ def apply_flags(config: "TrainConfig", given: Mapping[str, Any]) -> "TrainConfig
 
 
 _PLAIN_WORDS = {flag.field for flag in FLAGS if "_" not in flag.field} - {"lr"}
-"""Fields whose names are also words of a sentence: only at its beginning they are the field."""
+"""Fields whose names are also plain words: they are the field only where a message begins."""
 _FIELD = re.compile(
     rf"^(?:\w+Config\.)?({'|'.join(_PLAIN_WORDS)})\b(?= must| =|\[)"
     rf"|\b(?:\w+Config\.)?({'|'.join({flag.field for flag in FLAGS} - _PLAIN_WORDS)})\b"

@@ -146,11 +146,8 @@ def hold_folder(out: Path) -> Iterator[None]:
 def claim_folder(out: Path, config: TrainConfig, fingerprint: str, *, resume: bool) -> None:
     """Write this run's files into the folder. Call it once the folder is locked and all is built.
 
-    Args:
-        out: the folder.
-        config: configuration of the run, written to config.json.
-        fingerprint: fingerprint of its data, written to corpus.json.
-        resume: continue the run in the folder; False removes that run's files.
+    config.json gets the configuration, and corpus.json the fingerprint of the data. Without
+    `resume`, the files of the run that was there are removed.
 
     Raises:
         UserError: as in `check_folder`, or if the folder cannot be written.
@@ -235,7 +232,7 @@ def _differences(found: Any, wanted: Any, name: str = "", *, may_move: bool = Fa
         keys = dict.fromkeys([*found, *wanted])
         if found.get("streaming") is True and wanted.get("streaming") is True:
             keys.pop("validation_fraction", None)  # a stream does not look at it
-        # What is off here was off for the version that did not have it yet.
+        # A switch that is off here and missing there is of a newer version: it was off there too.
         found = {**{key: False for key in keys if wanted.get(key) is False}, **found}
         pairs = [(f"{name}.{key}".lstrip("."), found.get(key), wanted.get(key)) for key in keys]
     elif isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted):
@@ -251,9 +248,10 @@ def _differences(found: Any, wanted: Any, name: str = "", *, may_move: bool = Fa
 
 
 def _is_place(name: str, *values: Any) -> bool:
-    """Tell whether a field says where a text or tokenizer is, whose fingerprint covers all of it.
+    """Tell whether a field says where something is that may be elsewhere now.
 
-    That of a stream from the hub does not.
+    So may a text or a tokenizer, unless it is the hub's: the fingerprint shows whether it is the
+    same.
     """
     told = all(isinstance(value, str) and not value.startswith(HUB_PREFIX) for value in values)
     return told and _PLACE.fullmatch(name) is not None

@@ -111,10 +111,6 @@ class RunLog:
                 stack.enter_context(if_read)
                 stack.callback(self._bar.stop)
 
-    def note(self, text: str) -> None:
-        """Show a message about the run as a whole."""
-        self._say(text)
-
     def step(self, row: StepRow) -> None:
         """Write and show one step."""
         self._keep(row)
@@ -123,7 +119,7 @@ class RunLog:
             self._bar.update(self._task, completed=row["step"], loss=loss, speed=speed)
         elif row["step"] % self._line_every == 0 or row["step"] == self.config.steps:
             left = self._time_left(row)
-            self._say(f"step {row['step']}/{self.config.steps}: loss {loss}, {speed}{left}")
+            self.note(f"step {row['step']}/{self.config.steps}: loss {loss}, {speed}{left}")
 
     def evaluation(self, step: int, found: Evaluation) -> None:
         """Write and show one evaluation, made after `step` steps."""
@@ -139,7 +135,7 @@ class RunLog:
                 "time": time.time(),
             }
         )
-        self._say(
+        self.note(
             f"step {step}/{self.config.steps}: validation loss {found.loss:.4f}, "
             f"perplexity {found.perplexity:.3f}, accuracy {found.accuracy:.2%}"
         )
@@ -174,7 +170,8 @@ class RunLog:
         if self._tracker is not None:
             self._tracker.log(row)
 
-    def _say(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Show a message after the run's name."""
         line = printable(f"{self.config.name}: {text}")
         if self._bar is not None or self._lines:
             with if_read:
@@ -203,13 +200,7 @@ def write_csv(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def draw_losses(rows: list[dict[str, Any]], path: Path, config: TrainConfig) -> None:
-    """Draw the losses of a log by the tokens read, as a PNG.
-
-    Args:
-        rows: the rows of log.jsonl.
-        path: the file to write.
-        config: configuration of the run, for its name and its tokens per step.
-    """
+    """Draw the losses of a log by the tokens read, as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -234,8 +225,8 @@ def draw_losses(rows: list[dict[str, Any]], path: Path, config: TrainConfig) -> 
 def read_rows(path: Path, done: int) -> list[dict[str, Any]]:
     """Read the rows of the first `done` steps of a log.jsonl; none if it is missing.
 
-    They were on disk before their checkpoint. Reading stops there: a resumed run removes the later
-    rows, and a kill may have cut the last one.
+    These were on disk before the checkpoint. Later rows are not read: a resumed run removes them,
+    and a kill may have cut the last one.
 
     Raises:
         UserError: if one of them is damaged.

@@ -253,15 +253,15 @@ def _read(run: _Run, step: int) -> tuple[list[Batch], int | Tensor]:
     parts = [move_batch(part, world.device) for part in run.parts(batch)]
     if run.config.cuda_graph:  # for which a number would be a constant
         count = torch.stack([(part.targets != NO_TARGET).sum() for part in parts]).sum()
-    # The loss of a batch without targets is 0, as that of `LM.loss`, and not 0 / 0.
+    # A batch without targets has loss 0, as by `LM.loss`, and not 0 / 0.
     return parts, count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
 
 
 def _take_step(run: _Run, parts: Sequence[Batch], count: int | Tensor) -> tuple[Tensor, Tensor]:
     """Change the weights by the batch; return our part of its mean loss, and the gradient's norm.
 
-    With `cuda_graph` this is captured: so it reads nothing but its arguments and what keeps its
-    place on the device, and never waits for it.
+    With `cuda_graph` a graph captures this: so it may read only its arguments and tensors that stay
+    where they are on the device, and must not wait for the device.
     """
     world = run.world
     total = torch.zeros((), device=world.device)
@@ -295,7 +295,7 @@ def _evaluate(run: _Run, step: int) -> Evaluation:
         add_up=world.sum,
         add_parts=world.sum_parts,
     )
-    # A perplexity that overflows is no number for the log, and its loss is far beyond a guess's.
+    # The log can hold no infinity, and a loss whose perplexity overflows has exploded anyway.
     if not math.isfinite(found.perplexity):
         raise DivergenceError(
             f"the validation loss after step {step} is {found.loss}; "

@@ -91,7 +91,8 @@ class Meter:
         if not self._pending:
             return []
         steps, self._pending = self._pending, []
-        is_slow = self.world.is_first and self._step_seconds > _SLOW_SECONDS
+        count, seconds = self._seconds[-1] if self._seconds else (1, 0.0)
+        is_slow = self.world.is_first and seconds / count > _SLOW_SECONDS
         asked = steps[0].loss.new_tensor([self.stop.is_made, is_slow])
         sums = torch.cat([torch.stack([step.loss for step in steps]), asked])
         *losses, stops, slow = self.world.sum(sums).tolist()
@@ -121,11 +122,6 @@ class Meter:
             )
             for step, loss, grad_norm in zip(steps, losses, grad_norms, strict=True)
         ]
-
-    @property
-    def _step_seconds(self) -> float:
-        steps, seconds = self._seconds[-1] if self._seconds else (1, 0.0)
-        return seconds / steps
 
     @contextmanager
     def paused(self) -> Iterator[None]:

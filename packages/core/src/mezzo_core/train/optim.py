@@ -15,12 +15,8 @@ def build_optimizer(
 
     So a checkpoint has the same tensors at every step, also before the first. Weight decay applies
     to matrices: parameters of two or more dimensions whose name does not end in "bias", including
-    the embedding. Norm scales and biases, also those of gates, are not decayed.
-
-    Args:
-        model: whose parameters it changes.
-        config: its settings.
-        captured: whether a CUDA graph captures its steps, which then reads the rate on the device.
+    the embedding. Norm scales and biases, also those of gates, are not decayed. If a CUDA graph
+    captures its steps (`captured`), the rate is a tensor on the device.
     """
     decayed: list[nn.Parameter] = []
     kept: list[nn.Parameter] = []

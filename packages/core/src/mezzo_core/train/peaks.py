@@ -31,7 +31,7 @@ def peak_flops(name: str) -> float | None:
 
 
 def _has(words: list[str], part: list[str]) -> bool:
-    """Tell whether the words, of which one may go on by a dash ("A100-SXM4"), have all of these."""
+    """Tell whether the words have all of these; "A100-SXM4" has A100."""
     return all(any(word.split("-")[0] == wanted for word in words) for wanted in part)
 
 

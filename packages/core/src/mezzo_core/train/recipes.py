@@ -16,9 +16,7 @@ def by_size(
 ) -> dict[str, Made]:
     """Return `make(size, architecture)` by the recipe's name, for all architectures of all sizes.
 
-    Args:
-        sizes: what makes each size, and its architectures.
-        make: returns what there is of each recipe.
+    `sizes` has what makes each size, and its architectures.
     """
     return {
         f"{size}_{architecture}": make(size, architecture)
@@ -29,11 +27,7 @@ def by_size(
 
 @dataclass(frozen=True, kw_only=True)
 class AbstractHyperparameters(Training):
-    """What all architectures of one comparison share; a paper adds what its models need.
-
-    Attributes:
-        vocab_size, d_model: of the model.
-    """
+    """What all architectures of one comparison share; a paper adds what its models need."""
 
     vocab_size: int
     d_model: int

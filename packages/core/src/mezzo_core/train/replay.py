@@ -21,18 +21,14 @@ class Replayed:
     """Calls `work` as it is at first, and then as one CUDA graph, which is one launch.
 
     Arguments are tensors in tuples, and None. A graph reads them at fixed places, so each call
-    copies them there; and it overwrites its results, so each call returns copies. What else the
-    work reads must keep its place, and it may not wait for the GPU. There is a graph for each list
-    of shapes. On a CPU there is none.
+    copies them there; and it overwrites its results, so each call returns copies. Other tensors
+    that the work reads must stay where they are, and the work must not wait for the GPU. What it
+    draws from torch's global generator is new at each call. There is a graph for each list of
+    shapes. On a CPU there is none.
     """
 
     def __init__(self, work: Work, device: torch.device) -> None:
-        """Begin without graphs.
-
-        Args:
-            work: returns tensors. What it draws from torch's global generator is new at each call.
-            device: where it runs.
-        """
+        """Begin without graphs; `work` returns tensors."""
         self._work = work
         # A capture needs a stream of its own, on which the work has run before.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None

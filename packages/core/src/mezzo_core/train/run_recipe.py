@@ -65,7 +65,7 @@ def configure(
 
 
 def _check_holds_out(config: TrainConfig) -> None:
-    """Refuse a share to hold out where the run would not look at it."""
+    """Refuse --validation-fraction where the run would ignore it."""
     texts = texts_of(config.data) if isinstance(config.data, TextConfig) else ()
     if any(text.validation_source is not None for text in texts):
         raise UserError("--validation-fraction goes without --validation-data")
@@ -78,7 +78,7 @@ def _shapes(model: "LM") -> "dict[str, torch.Size]":
 
 
 def _refuse_twice(flags: Mapping[str, Any], settings: Sequence[str]) -> None:
-    """Refuse a setting that is told by its flag and by --set."""
+    """Refuse a setting that is given both by its flag and by --set."""
     told = {setting.partition("=")[0] for setting in settings}
     for flag in FLAGS:
         if flags.get(flag.name) is not None and flag.path in told:

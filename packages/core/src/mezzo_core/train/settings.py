@@ -12,8 +12,8 @@ from mezzo_core.train.flags import FLAGS
 def describe_settings(config: TrainConfig) -> list[tuple[str, str, str]]:
     """Return each setting's place, its value, and the flag that changes it.
 
-    A place in a tuple of configurations, such as the layers', has a line for each of its values,
-    which says what has it, unless all have it.
+    A place in a tuple of configurations, such as the layers, has a line for each different value.
+    If there are several, each line has the numbers of the layers with its value.
     """
     words = {flag.path: flag.word for flag in FLAGS}
     words |= {"data.source": "--data", "data.validation_source": "--validation-data"}
@@ -57,7 +57,7 @@ def _show(value: Any) -> str:
 def apply_settings(config: TrainConfig, given: Sequence[str]) -> TrainConfig:
     """Return the configuration with other values, each given as "PLACE=VALUE".
 
-    A place in a tuple of configurations is that of all in which it exists.
+    A place in a tuple of configurations means all of these that have it.
 
     Raises:
         UserError: if there is no such place, or its class refuses the value.

@@ -177,12 +177,7 @@ def check_index(index: Index, tensors: Mapping[str, Tensor], processes: int) -> 
 
 @torch.no_grad()
 def read_tensors(folder: Path, index: Index, tensors: Mapping[str, Tensor]) -> None:
-    """Overwrite this process's part of each tensor. Call `check_index` first.
-
-    Args:
-        folder: folder of the checkpoint.
-        index: index of its tensors.
-        tensors: the tensors to overwrite.
+    """Overwrite this process's part of each tensor by the checkpoint. Call `check_index` first.
 
     Raises:
         DamagedError: if a needed file is missing, unreadable or not as it was saved. Some tensors

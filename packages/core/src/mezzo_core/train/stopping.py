@@ -59,7 +59,8 @@ class StopRequest:
 
     def handle(self, number: int, _: FrameType | None) -> None:
         """Handle a signal."""
-        is_second = self.is_made and number != _HANGUP  # which a shell that ends sends again
+        # A shell that ends sends SIGHUP twice.
+        is_second = self.is_made and number != _HANGUP
         self.signal = self.signal or number
         if not self._defers or (is_second and self._again_is_urgent):
             self.is_urgent = True
