@@ -11,14 +11,20 @@ from forked import ForkedScript
 from mezzo_core.config_json import to_json
 from mezzo_core.data import DataConfig
 from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.train.checkpoint import Checkpoints
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.distributed import World
+from mezzo_core.train.loop import train
 from torch import nn
 
 WORDS = ("half", "of", "the", "notes", "stand", "between", "a", "rest", "and", "song")
 CHILDREN = Path(__file__).parent / "children"
+
+
+class StoppedError(Exception):
+    """Stands for whatever ends a process in the middle."""
 
 
 @pytest.fixture(scope="session")
@@ -77,6 +83,44 @@ def rows_of():
         return [row for row in map(json.loads, lines) if key in row]
 
     return read
+
+
+@pytest.fixture
+def losses_of(rows_of):
+    """Read the losses of a run's log."""
+    return lambda out: [row["loss"] for row in rows_of(out)]
+
+
+@pytest.fixture(scope="session")
+def train_until():
+    """Train to the end of a step, and stop there as a process that ends in the middle."""
+
+    def run(config, out, step, *, on_step=lambda row: None, **options):
+        def stop(row):
+            on_step(row)
+            if row["step"] == step:
+                raise StoppedError
+
+        with pytest.raises(StoppedError):
+            train(config, out, quiet=True, on_step=stop, **options)
+
+    return run
+
+
+@pytest.fixture
+def assert_goes_on(tmp_path, train_until):
+    """Assert that a run that stops in the middle goes on to the weights of one that does not."""
+
+    def check(config):
+        train(config, tmp_path / "whole", quiet=True)
+        train_until(config, tmp_path / "stopped", 3)
+        train(config, tmp_path / "stopped", quiet=True)
+        whole, found = (
+            load_model(tmp_path / name / "model")[0].state_dict() for name in ("whole", "stopped")
+        )
+        assert all(found[name].equal(weight) for name, weight in whole.items())
+
+    return check
 
 
 @pytest.fixture

@@ -157,11 +157,6 @@ def test_a_home_is_found(command, tmp_path, monkeypatch):
     assert (tmp_path / "run" / "config.json").is_file()
 
 
-def test_a_file_as_the_folder_is_one_line(command, tmp_path):
-    (tmp_path / "run").write_text("a file")
-    assert str(tmp_path / "run") in one_line(command("--out", tmp_path / "run"))
-
-
 def test_the_last_line_says_on_how_many_tokens_if_not_on_all_that_are_held_out(command, tmp_path):
     told = ("--out", tmp_path / "run", "--steps", 1, "--quiet")
     code, out, _ = command(*told)

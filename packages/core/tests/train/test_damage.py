@@ -19,7 +19,7 @@ from mezzo_core.train.loop import train
 
 
 @pytest.fixture(scope="module")
-def begun(corpus, tmp_path_factory):
+def begun(corpus, tmp_path_factory, train_until):
     """A run of five steps that ended after the fourth, and the weights that the fifth gives."""
     config = TrainConfig(
         name="tiny",
@@ -33,18 +33,8 @@ def begun(corpus, tmp_path_factory):
         checkpoint_every=2,
     )
     out = tmp_path_factory.mktemp("begun") / "run"
-    with pytest.raises(StoppedError):
-        train(config, out, quiet=True, on_step=stop_before_the_end)
+    train_until(config, out, 5)
     return out, config, weights_after(config, out)
-
-
-class StoppedError(Exception):
-    """Stands for whatever ends a process in the middle."""
-
-
-def stop_before_the_end(row):
-    if row["step"] == 5:
-        raise StoppedError
 
 
 def weights_after(config, out, damaged="", content=b""):

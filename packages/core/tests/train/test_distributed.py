@@ -190,13 +190,6 @@ def test_a_device_that_is_not_there_is_named(device):
     assert "train" not in str(error.value)  # generate and eval say it too
 
 
-def test_parts_of_a_batch_are_the_batch():
-    tokens = torch.arange(24).view(4, 6)
-    batch = Batch(tokens, tokens + 1)
-    parts = [batch.part(i, 2) for i in range(2)]
-    assert torch.equal(torch.cat([part.tokens for part in parts]), tokens)
-
-
 @pytest.mark.slow
 def test_processes_that_share_sequences_train_what_one_does(
     tiny, tmp_path, rows_of, train_in_processes

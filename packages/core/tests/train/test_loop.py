@@ -27,10 +27,10 @@ def test_training_learns(tiny, tmp_path):
     assert result.steps == 40
 
 
-def test_the_same_seed_gives_the_same_bits_and_another_does_not(tiny, tmp_path, rows_of):
+def test_the_same_seed_gives_the_same_bits_and_another_does_not(tiny, tmp_path, losses_of):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         train(tiny(seed=seed), tmp_path / name, quiet=True)
-    a, b, c = ([row["loss"] for row in rows_of(tmp_path / name)] for name in "abc")
+    a, b, c = (losses_of(tmp_path / name) for name in "abc")
     assert a == b
     assert a != c
 
@@ -45,7 +45,7 @@ def test_accumulation_is_one_big_batch(tiny, tmp_path, rows_of, micro_batch_size
         assert parts["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-5)
 
 
-def test_accumulation_weighs_targets_not_micro_batches(tiny, tmp_path, rows_of):
+def test_accumulation_weighs_targets_not_micro_batches(tiny, tmp_path, losses_of):
     """With masked documents the micro batches have unequal numbers of targets."""
     corpus = tmp_path / "documents.jsonl"
     texts = ["x" * (5 + 37 * (i % 3)) for i in range(300)]
@@ -53,9 +53,7 @@ def test_accumulation_weighs_targets_not_micro_batches(tiny, tmp_path, rows_of):
     data = replace(tiny().data, source=str(corpus), mask_documents=True)
     train(tiny(data=data), tmp_path / "whole", quiet=True)
     train(tiny(data=data, micro_batch_size=1), tmp_path / "parts", quiet=True)
-    pairs = zip(rows_of(tmp_path / "whole"), rows_of(tmp_path / "parts"), strict=True)
-    for whole, parts in pairs:
-        assert parts["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+    assert losses_of(tmp_path / "parts") == pytest.approx(losses_of(tmp_path / "whole"), rel=1e-5)
 
 
 def test_the_log_tells_every_step_and_evaluation(tiny, tmp_path, rows_of):
@@ -195,16 +193,15 @@ def test_bf16_is_close_to_float32(tiny, tmp_path):
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
 
 
-def test_the_loss_compiles_as_one_graph(tiny, tmp_path, rows_of, monkeypatch):
+def test_the_loss_compiles_as_one_graph(tiny, tmp_path, losses_of, monkeypatch):
     """Without code generation, which takes a minute on a CPU; test_gpu.py has the rest."""
     whole = partial(torch.compile, backend="aot_eager", fullgraph=True)
     monkeypatch.setattr(torch, "compile", whole)
     config = tiny(steps=2, model=replace(tiny().model, mixers=tiny().model.mixers[:1]))
     train(config, tmp_path / "eager", quiet=True)
     train(replace(config, compile=True), tmp_path / "compiled", quiet=True)
-    pairs = zip(rows_of(tmp_path / "eager"), rows_of(tmp_path / "compiled"), strict=True)
-    for eager, compiled in pairs:
-        assert compiled["loss"] == pytest.approx(eager["loss"], rel=1e-5)
+    eager, compiled = losses_of(tmp_path / "eager"), losses_of(tmp_path / "compiled")
+    assert compiled == pytest.approx(eager, rel=1e-5)
     assert load_model(tmp_path / "compiled" / "model")[2]["step"] == 2
 
 

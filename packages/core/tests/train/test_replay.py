@@ -20,48 +20,45 @@ from toys.echo import EchoConfig
 CUDA = torch.device("cuda")
 
 
-def losses(rows):
-    return [row["loss"] for row in rows]
+@pytest.fixture
+def assert_replayed(tmp_path, rows_of):
+    """Train without CUDA graphs and with them, compare the losses, and return both logs' rows."""
+
+    def check(config, rel):
+        train(config, tmp_path / "launched", quiet=True)
+        train(replace(config, cuda_graph=True), tmp_path / "replayed", quiet=True)
+        logs = [rows_of(tmp_path / name) for name in ("launched", "replayed")]
+        launched, replayed = ([row["loss"] for row in rows] for rows in logs)
+        assert replayed == pytest.approx(launched, rel=rel)
+        return logs
+
+    return check
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
-def test_losses_do_not_depend_on_it(tiny, tmp_path, rows_of, micro_batch_size):
+def test_losses_do_not_depend_on_it(tiny, assert_replayed, micro_batch_size):
     config = tiny(micro_batch_size=micro_batch_size, steps=12, precision="fp32")
-    train(config, tmp_path / "launched", quiet=True)
-    train(replace(config, cuda_graph=True), tmp_path / "replayed", quiet=True)
-    launched, replayed = (rows_of(tmp_path / name) for name in ("launched", "replayed"))
-    assert losses(replayed) == pytest.approx(losses(launched), rel=1e-5)
-    norms = [[row["grad_norm"] for row in rows] for rows in (launched, replayed)]
+    norms = [[row["grad_norm"] for row in rows] for rows in assert_replayed(config, 1e-5)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 
-def test_a_run_goes_on_without_it_and_with_it(tiny, tmp_path, rows_of):
+def test_a_run_goes_on_without_it_and_with_it(tiny, tmp_path, losses_of, train_until):
     config = tiny(steps=8, precision="fp32", checkpoint_every=2)
     train(config, tmp_path / "whole", quiet=True)
-    expected = losses(rows_of(tmp_path / "whole"))
-
-    def stop(row):
-        if row["step"] == 4:
-            raise KeyError
-
+    expected = losses_of(tmp_path / "whole")
     for cuda_graph in (True, False):
         out = tmp_path / str(cuda_graph)
-        with pytest.raises(KeyError):
-            train(replace(config, cuda_graph=cuda_graph), out, quiet=True, on_step=stop)
+        train_until(replace(config, cuda_graph=cuda_graph), out, 4)
         train(replace(config, cuda_graph=not cuda_graph), out, quiet=True)
-        assert losses(rows_of(out)) == pytest.approx(expected, rel=1e-5)
+        assert losses_of(out) == pytest.approx(expected, rel=1e-5)
 
 
-def test_rows_of_packed_documents_have_borders(tiny, tmp_path, rows_of):
+def test_rows_of_packed_documents_have_borders(tiny, tmp_path, assert_replayed):
     corpus = tmp_path / "documents.jsonl"
     texts = ["x" * (5 + 37 * (i % 3)) for i in range(300)]
     corpus.write_text("\n".join(json.dumps({"text": text}) for text in texts))
     data = replace(tiny().data, source=str(corpus), mask_documents=True)
-    config = tiny(data=data, micro_batch_size=2, steps=12, precision="fp32")
-    train(config, tmp_path / "launched", quiet=True)
-    train(replace(config, cuda_graph=True), tmp_path / "replayed", quiet=True)
-    launched, replayed = (losses(rows_of(tmp_path / name)) for name in ("launched", "replayed"))
-    assert replayed == pytest.approx(launched, rel=1e-5)
+    assert_replayed(tiny(data=data, micro_batch_size=2, steps=12, precision="fp32"), 1e-5)
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -136,22 +133,16 @@ def test_work_that_waits_for_the_gpu_is_refused():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compile", [False, True])
-def test_models_of_half_precision_are_replayed(tiny, tmp_path, rows_of, compile):
+def test_models_of_half_precision_are_replayed(tiny, assert_replayed, compile):
     model = replace(tiny().model, mixers=(AttentionConfig(head_dim=16, window_size=8),) * 2)
     config = tiny(model=model, steps=30, eval_every=10, compile=compile)
-    train(config, tmp_path / "launched", quiet=True)
-    train(replace(config, cuda_graph=True), tmp_path / "replayed", quiet=True)
-    launched, replayed = (losses(rows_of(tmp_path / name)) for name in ("launched", "replayed"))
-    assert replayed == pytest.approx(launched, rel=1e-2)
-    assert replayed[-1] < 0.9 * replayed[0]
+    _, replayed = assert_replayed(config, 1e-2)
+    assert replayed[-1]["loss"] < 0.9 * replayed[0]["loss"]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compile", [False, True])
-def test_tasks_that_tell_the_places_of_their_targets_are_replayed(tiny, tmp_path, rows_of, compile):
+def test_tasks_that_tell_the_places_of_their_targets_are_replayed(tiny, assert_replayed, compile):
     model = LMConfig(vocab_size=8, d_model=32, mixers=(AttentionConfig(head_dim=16),))
     config = tiny(model=model, data=EchoConfig(), seq_len=12, steps=12, compile=compile)
-    train(config, tmp_path / "launched", quiet=True)
-    train(replace(config, cuda_graph=True), tmp_path / "replayed", quiet=True)
-    launched, replayed = (losses(rows_of(tmp_path / name)) for name in ("launched", "replayed"))
-    assert replayed == pytest.approx(launched, rel=1e-2)
+    assert_replayed(config, 1e-2)

@@ -3,24 +3,13 @@
 import json
 import shutil
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
 from mezzo_core.errors import UserError
 from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.train.loop import train
-
-
-class StoppedError(Exception):
-    """Stands for whatever ends a process in the middle."""
-
-
-def stop_after(step):
-    def on_step(row):
-        if row["step"] == step:
-            raise StoppedError
-
-    return on_step
 
 
 def losses(rows):
@@ -54,10 +43,11 @@ def test_a_kill_at_any_change_of_the_folder_costs_nothing(tiny, tmp_path, start_
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 5, 6])
-def test_a_run_stopped_after_any_step_gives_the_same_bits(tiny, tmp_path, rows_of, step):
+def test_a_run_stopped_after_any_step_gives_the_same_bits(
+    tiny, tmp_path, rows_of, train_until, step
+):
     whole = train(tiny(), tmp_path / "whole", quiet=True)
-    with pytest.raises(StoppedError):
-        train(tiny(), tmp_path / "stopped", quiet=True, on_step=stop_after(step))
+    train_until(tiny(), tmp_path / "stopped", step)
     resumed = train(tiny(), tmp_path / "stopped", quiet=True)
     assert losses(rows_of(tmp_path / "stopped")) == losses(rows_of(tmp_path / "whole"))
     assert resumed.val_loss == whole.val_loss
@@ -82,7 +72,7 @@ def test_a_run_can_be_extended(tiny, tmp_path, rows_of):
     assert json.loads((tmp_path / "config.json").read_text())["steps"] == 9
 
 
-def test_random_numbers_go_on_where_they_stopped(tiny, tmp_path):
+def test_random_numbers_go_on_where_they_stopped(tiny, tmp_path, train_until):
     drawn = []
 
     def draw(row):
@@ -90,14 +80,7 @@ def test_random_numbers_go_on_where_they_stopped(tiny, tmp_path):
 
     train(tiny(), tmp_path / "whole", quiet=True, on_step=draw)
     whole = list(drawn)
-    drawn.clear()
-
-    def draw_and_stop(row):
-        draw(row)
-        stop_after(4)(row)
-
-    with pytest.raises(StoppedError):
-        train(tiny(), tmp_path / "stopped", quiet=True, on_step=draw_and_stop)
+    train_until(tiny(), tmp_path / "stopped", 4, on_step=draw)
     drawn.clear()
     train(tiny(), tmp_path / "stopped", quiet=True, on_step=draw)
     assert drawn == whole[2:]  # from the checkpoint of step 2
@@ -118,8 +101,6 @@ def test_another_configuration_is_refused_in_one_line(tiny, tmp_path, changes, n
 
 
 def test_another_model_is_refused_and_its_field_named(tiny, tmp_path):
-    from dataclasses import replace
-
     config = tiny(steps=2)
     train(config, tmp_path, quiet=True)
     wider = replace(config, model=replace(config.model, d_model=64))

@@ -37,7 +37,7 @@ def stopped(config, out, **options):
 
 @pytest.mark.parametrize(("number", "code", "name"), SIGNALS)
 def test_a_signal_before_the_first_checkpoint_loses_no_step(
-    tiny, tmp_path, rows_of, number, code, name
+    tiny, tmp_path, losses_of, number, code, name
 ):
     config = tiny(checkpoint_every=100)
     train(config, tmp_path / "whole", quiet=True)
@@ -47,10 +47,9 @@ def test_a_signal_before_the_first_checkpoint_loses_no_step(
     assert f"stopped by {name} after step 3 of 6; the last checkpoint is " in str(error)
     assert str(out / "checkpoints" / "step-3") in str(error)
     assert load_model(out / "model")[2]["step"] == 3
-    assert [row["step"] for row in rows_of(out)] == [1, 2, 3]
+    assert len(losses_of(out)) == 3
     train(config, out, quiet=True)
-    found, wanted = ([row["loss"] for row in rows_of(run)] for run in (out, tmp_path / "whole"))
-    assert found == wanted
+    assert losses_of(out) == losses_of(tmp_path / "whole")
 
 
 def test_a_signal_during_a_save_lets_it_finish(tiny, tmp_path, monkeypatch):

@@ -16,10 +16,6 @@ from mezzo_core.train.loop import train
 from toys.echo import EchoConfig
 
 
-class StoppedError(Exception):
-    """Stands for whatever ends a process in the middle."""
-
-
 @pytest.fixture
 def echo(tiny):
     model = LMConfig(vocab_size=8, d_model=32, mixers=(AttentionConfig(head_dim=16),) * 2)
@@ -51,19 +47,8 @@ def test_a_trained_task_is_evaluated_by_the_command(echo, tmp_path, rows_of):
         open_told_data(extra, tmp_path, 8, allow_packages=("toys",), whole=True)
 
 
-def test_a_run_on_a_task_goes_on_to_the_bit(echo, tmp_path, rows_of):
-    def stop(row):
-        if row["step"] == 3:
-            raise StoppedError
-
-    train(echo(), tmp_path / "whole", quiet=True)
-    with pytest.raises(StoppedError):
-        train(echo(), tmp_path / "run", quiet=True, on_step=stop)
-    train(echo(), tmp_path / "run", quiet=True)
-    whole, found = (
-        load_model(tmp_path / name / "model")[0].state_dict() for name in ("whole", "run")
-    )
-    assert all(found[name].equal(weight) for name, weight in whole.items())
+def test_a_run_on_a_task_goes_on_to_the_bit(echo, assert_goes_on):
+    assert_goes_on(echo())
 
 
 @dataclass(frozen=True)
@@ -78,23 +63,21 @@ class RareConfig:
 
 
 @pytest.mark.parametrize("cuda_graph", [False, True])
-def test_a_batch_without_targets_has_loss_zero(echo, tmp_path, rows_of, cuda_graph):
+def test_a_batch_without_targets_has_loss_zero(echo, tmp_path, losses_of, cuda_graph):
     """It is no divergence. With CUDA graphs the targets are counted on the device."""
     config = echo(data=RareConfig(), batch_size=1, steps=8, cuda_graph=cuda_graph)
     train(config, tmp_path / "run", quiet=True, device="cpu")
-    losses = [row["loss"] for row in rows_of(tmp_path / "run")]
+    losses = losses_of(tmp_path / "run")
     assert len(losses) == 8
     assert losses.count(0.0) == 4
 
 
-def test_two_processes_share_its_batches(echo, tmp_path, rows_of, train_in_processes):
+def test_two_processes_share_its_batches(echo, tmp_path, losses_of, train_in_processes):
     train(echo(), tmp_path / "one", quiet=True)
     ended = train_in_processes(echo(), tmp_path / "two", size=2)
     assert [code for code, _ in ended] == [0, 0], ended
-    found, wanted = rows_of(tmp_path / "two"), rows_of(tmp_path / "one")
-    assert [row["loss"] for row in found] == pytest.approx(
-        [row["loss"] for row in wanted], rel=1e-5
-    )
+    found, wanted = losses_of(tmp_path / "two"), losses_of(tmp_path / "one")
+    assert found == pytest.approx(wanted, rel=1e-5)
 
 
 def test_tokens_beyond_the_model_s_vocabulary_are_refused(echo, tmp_path):
