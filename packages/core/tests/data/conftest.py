@@ -13,10 +13,28 @@ def sentences():
 
 
 @pytest.fixture(scope="session")
-def names(tmp_path_factory, sentences):
+def train_sentencepiece(sentences):
+    """Train a small SentencePiece model, PREFIX.model; return its path."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+
+    def train(prefix, vocab_size, **options):
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(sentences),
+            model_prefix=str(prefix),
+            vocab_size=vocab_size,
+            model_type="bpe",
+            minloglevel=2,
+            **options,
+        )
+        return f"{prefix}.model"
+
+    return train
+
+
+@pytest.fixture(scope="session")
+def names(tmp_path_factory, sentences, train_sentencepiece):
     """One small tokenizer of each kind, by the name that loads it."""
     tokenizers = pytest.importorskip("tokenizers")
-    sentencepiece = pytest.importorskip("sentencepiece")
     folder = tmp_path_factory.mktemp("tokenizers")
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -63,15 +81,6 @@ def names(tmp_path_factory, sentences):
     llama.add_special_tokens(["</s>"])
     names["llama"] = str(folder / "llama.json")
     llama.save(names["llama"])
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences),
-        model_prefix=str(folder / "small"),
-        vocab_size=300,
-        model_type="bpe",
-        byte_fallback=True,
-        normalization_rule_name="identity",
-        remove_extra_whitespaces=False,
-        minloglevel=2,
-    )
-    names["sentencepiece"] = str(folder / "small.model")
+    kept = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    names["sentencepiece"] = train_sentencepiece(folder / "small", 300, byte_fallback=True, **kept)
     return names

@@ -287,18 +287,11 @@ def test_vocabulary_and_merges_that_disagree_are_named(names, tmp_path, name, ed
 
 
 def test_a_tokenizer_that_loses_line_breaks_is_named_in_a_warning(
-    tmp_path, names, sentences, caplog
+    tmp_path, names, train_sentencepiece, caplog
 ):
-    sentencepiece = pytest.importorskip("sentencepiece")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences),
-        model_prefix=str(tmp_path / "lossy"),
-        vocab_size=60,
-        model_type="bpe",
-        minloglevel=2,
-    )
+    lossy = train_sentencepiece(tmp_path / "lossy", 60)
     (tmp_path / "a.txt").write_text("in want of\na wife " * 20)
-    config = DataConfig(source=str(tmp_path / "a.txt"), tokenizer=str(tmp_path / "lossy.model"))
+    config = DataConfig(source=str(tmp_path / "a.txt"), tokenizer=lossy)
     config.build(4, None)
     assert "turns line breaks into spaces" in caplog.text
     caplog.clear()
@@ -307,18 +300,10 @@ def test_a_tokenizer_that_loses_line_breaks_is_named_in_a_warning(
     assert not caplog.messages
 
 
-def test_a_sentencepiece_model_without_an_end_is_named(tmp_path, names, sentences):
-    sentencepiece = pytest.importorskip("sentencepiece")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences),
-        model_prefix=str(tmp_path / "endless"),
-        vocab_size=60,
-        model_type="bpe",
-        eos_id=-1,
-        minloglevel=2,
-    )
+def test_a_sentencepiece_model_without_an_end_is_named(tmp_path, names, train_sentencepiece):
+    endless = train_sentencepiece(tmp_path / "endless", 60, eos_id=-1)
     with pytest.raises(UserError, match=r"endless\.model has no </s>"):
-        load_tokenizer(str(tmp_path / "endless.model"))
+        load_tokenizer(endless)
     tokenizer = load_tokenizer(names["sentencepiece"])
     assert tokenizer.decode([tokenizer.vocab_size]) == ""  # a model may have more tokens
     with pytest.raises(UserError, match=r"small\.model cannot encode"):

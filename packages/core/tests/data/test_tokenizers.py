@@ -63,18 +63,9 @@ def test_a_space_that_a_tokenizer_puts_before_a_text_does_not_count(tmp_path, te
     assert sum(counts) == len(text.encode("utf-8"))
 
 
-def test_a_lone_space_counts_where_spaces_at_the_start_are_dropped(tmp_path, sentences):
+def test_a_lone_space_counts_where_spaces_at_the_start_are_dropped(tmp_path, train_sentencepiece):
     """As in SentencePiece's usual models."""
-    sentencepiece = pytest.importorskip("sentencepiece")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(sentences),
-        model_prefix=str(tmp_path / "usual"),
-        vocab_size=300,
-        model_type="bpe",
-        byte_fallback=True,
-        minloglevel=2,
-    )
-    tokenizer = load_tokenizer(str(tmp_path / "usual.model"))
+    tokenizer = load_tokenizer(train_sentencepiece(tmp_path / "usual", 300, byte_fallback=True))
     tokens = tokenizer.encode("man 日本 X man")
     assert "▁" in [tokenizer.processor.id_to_piece(token) for token in tokens]
     counts = [tokenizer.token_bytes(token, first=i == 0) for i, token in enumerate(tokens)]

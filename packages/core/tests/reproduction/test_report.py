@@ -5,9 +5,7 @@ from dataclasses import replace
 from html import escape
 
 import pytest
-from mezzo_core.reproduction.markdown import (
-    evaluate,
-)
+from mezzo_core.reproduction.markdown import evaluate
 from mezzo_core.reproduction.measurement import Entry, Measurement
 from mezzo_core.reproduction.published import Claim, Published
 from mezzo_core.reproduction.report import (
