@@ -4,8 +4,8 @@
 
 Measured numbers there stand before a comment `<!-- SOURCE: REFERENCE -->`, by which they are
 written (`mezzo_core.reproduction.markdown.evaluate`). In the workspace's README and in docs/
-sources begin with the package, `rat/nvidia-h200/...`. With `--figures`, figures of results that are
-missing or of other numbers are drawn, and linked in docs/: each keeps the checksum of its result.
+sources begin with the package, `rat/nvidia-h200/...`. With `--figures`, a figure that is missing or
+shows other numbers is drawn, and linked in docs/. A figure keeps the checksum of its result.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 PRINTED = "src/*/reproduction/published.toml"
 PACKAGES = sorted(path.parents[3] for path in ROOT.glob(f"packages/*/{PRINTED}"))
 SHARED = ROOT / "packages/core"
-"""What has results of several packages, and no paper."""
+"""Has results of several packages together, and no paper."""
 FOLDERS = (*PACKAGES, SHARED, ROOT)
 CHECKSUM = "Result"
 """The name of a figure's checksum in its file."""

@@ -36,11 +36,12 @@ it is from 1,024 on; within a chunk of 16 it should not lack any.
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
+from typing import Any
 
 import torch
 from mezzo_core.data import NO_TARGET, Batch, load_tokenizer
@@ -103,33 +104,29 @@ def measure(options: Options) -> None:
         length, questions = 1024, 1
     tokenizer = load_tokenizer(options.tokenizer)
     ask = partial(measure_ruler, tokenizer=tokenizer, length=length, num_questions=questions)
-    columns = (PERPLEXITY, SPEED, PEAK, RECALL, *needles)
     folder = options.runs / "train_200m"
-    options.run(
-        "train_200m",
-        [
+
+    def jobs(columns: Iterable[str], work: Callable[..., Any], *arguments: Any) -> list[Job]:
+        return [
             Job(
                 tuple(Cell(m, c, seed=seed) for c in columns),
-                partial(train, replace(config, seed=seed), folder, needles, ask),
+                partial(work, replace(config, seed=seed), folder, *arguments),
             )
             for seed, (m, config) in product(options.seeds, configs.items())
-        ],
+        ]
+
+    options.run(
+        "train_200m",
+        jobs((PERPLEXITY, SPEED, PEAK, RECALL, *needles), train, needles, ask),
         title="Models of 200M weights, trained on source code and manuals",
         setting=f"{in_words(first, options.device)}; recall: accuracy on targets that end a pair "
         f"of tokens which no other row has, and this one last {first.seq_len // 4} or more tokens "
         f"before; needles: RULER's, {questions} questions of {length} tokens",
         unit="",
     )
-    columns = (*distances, OTHERS)
     options.run(
         "recall_200m",
-        [
-            Job(
-                tuple(Cell(m, c, seed=seed) for c in columns),
-                partial(recall, replace(config, seed=seed), folder, distances),
-            )
-            for seed, (m, config) in product(options.seeds, configs.items())
-        ],
+        jobs((*distances, OTHERS), recall, distances),
         title="What models of 200M weights recall, by distance",
         setting=f"{in_words(first, options.device)}; accuracy on targets that end a pair of tokens "
         "which no other row has, by the tokens since it was last seen; and the perplexity of all "

@@ -16,8 +16,8 @@ eight_paths.json. `--models` takes some alone; what `--runs` has is not trained 
 files have is not measured again. `--cuda-graph` replays the steps of the trainings.
 
 Stages and lengths are meant for the default tokenizer, whose tokens are bytes. TEXTS should then
-have 47 MB or more: of less, the longest rows read the held-out part more than once. It should be of
-kinds that the training part has too.
+have 47 MB or more: with less, the longest rows read the held-out part more than once. Both parts
+should have the same kinds of text.
 """
 
 import sys
@@ -97,9 +97,9 @@ class Table(NamedTuple):
 LONG_ROWS = Stage(
     PasskeyConfig(), seq_len=131_072, batch_size=1, steps=2400, lr=5e-4, gumbel_noise=False
 )
-"""Among 2,048 chunks the noise alone would choose most of what is read. Without it a row brings the
-chunks of its text that fit best, and the model learns to tell them apart from the needles, whose
-weight they take in texts that are longer still."""
+"""Among 2,048 chunks, noise would choose most of what is read. Without noise the model reads the
+chunks that fit best, and learns to tell them from the needle. In still longer texts, such chunks
+would otherwise take the needle's weight."""
 PASSKEY, TWO_HOP, EIGHT_PATHS = "passkey", "two_hop", "eight_paths"
 TABLES = {
     PASSKEY: Table(

@@ -68,7 +68,7 @@ TOY = replace(
     eval_batches=2,
     compile=False,
 )
-TUNED = 3  # times more steps has the Transformer's training than a fine-tuning
+TUNED = 3  # the Transformer's training has so many times the steps of a fine-tuning
 
 
 def measure(options: Options) -> None:

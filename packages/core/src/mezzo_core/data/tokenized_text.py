@@ -126,12 +126,7 @@ def split_documents(
     Documents are considered in an order drawn from the seed. A document that would take the
     validation part beyond `fraction` is skipped; if every document is skipped, the shortest one is
     taken. Both parts keep the corpus's order. A single document is split by position: its last
-    tokens are for validation.
-
-    Args:
-        ends: (num_documents,), where each document ends.
-        fraction: validation share of the tokens, above 0; 1 for all of them.
-        seed: seed of the draw.
+    tokens are for validation. A fraction of 1 holds out all. Document i ends at `ends[i]`.
 
     Returns:
         Two arrays (n, 2) of token ranges, for training and for validation, neither empty unless all

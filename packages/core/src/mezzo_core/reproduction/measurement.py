@@ -136,14 +136,11 @@ def without_first_seed(ours: Measurement) -> Measurement:
 
 
 def at_best(ours: Measurement, name: str) -> Measurement:
-    """Return the numbers of each model in its best column, which the first seed chooses.
+    """Return each model's numbers in the column that is its best with the first seed.
 
-    That seed is left out where there are others: it was lucky there, maybe more so for one model
-    than for another.
-
-    Args:
-        ours: a training whose columns are settings that were tried.
-        name: of the only column of what is returned.
+    They stand in one column, `name`. The first seed is left out where there are others: it was
+    lucky there, maybe more so for one model than for another. The columns of `ours` are settings
+    that were tried.
     """
     first, found = ours.seeds[0], []
     for group, model in ours.rows:

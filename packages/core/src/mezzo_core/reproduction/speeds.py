@@ -19,7 +19,7 @@ Make = Callable[[Any], tuple[Mapping[str, Any], Sequence[Job]]]
 
 @dataclass(frozen=True, kw_only=True)
 class AbstractSizes:
-    """What the sizes of all speeds have; a paper adds its own, whose defaults are the paper's."""
+    """The sizes that all papers have; a paper adds its own, whose defaults are the paper's."""
 
     device: str = "cuda"
     models: tuple[str, ...] | None = None  # those that are measured; None: all
@@ -66,13 +66,10 @@ class Speeds:
     def bench(
         self, device: torch.device, quick: bool, out: Path | None, only: Sequence[str] = ()
     ) -> None:
-        """Do what a `bench` command does: time all at this machine's sizes, or at toy sizes.
+        """Do what a `bench` command does: time all at this machine's sizes (`quick`: at toy sizes).
 
-        Args:
-            device: where.
-            quick: whether at toy sizes.
-            out: the folder of the result files; None keeps none.
-            only: names of makers, of models, or both; none for all.
+        `out` keeps the result files; None keeps none. `only` names makers, models, or both; none
+        means all.
 
         Raises:
             UserError: if a name is of none of them.

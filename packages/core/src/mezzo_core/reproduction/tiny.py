@@ -49,13 +49,9 @@ def train_tiny(
 ) -> Measurement:
     """Train models once, and test them at each length; an error of one leaves the others alone.
 
-    All runs read the same tokens in the same order, and are evaluated on the same text.
-
-    Args:
-        models: recipes by the paper's names.
-        budget: the size of each training.
-        folder: gets the result, and in `runs/RECIPE` the runs, whose models stay.
-        watch: called with what is done, and how many of how many trainings are.
+    All runs read the same tokens in the same order, and are evaluated on the same text. The folder
+    gets the result, and in `runs/RECIPE` the runs, whose models stay. `watch` is told what is done,
+    and how many of how many trainings are.
     """
     sizes: dict[str, Any] = {key: getattr(budget, key) for key in SIZES}
     last: dict[str, Any] = {"eval_every": budget.steps, "checkpoint_every": budget.steps}

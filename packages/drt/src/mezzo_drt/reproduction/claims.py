@@ -124,7 +124,7 @@ def training_memory(printed: Table | Claim, ours: Measurement) -> Judgement:
     return Every(*parts)(printed, ours)
 
 
-# Of small models it must be known that what lies beyond the window helps at all.
+# Small models settle something only if reading beyond the window helps them at all.
 _READING_PAYS = Order((DRT1, RANDOM), columns=(TRAINED_AT, LONG))
 _NOTHING_READ = "chosen chunks help no more than chunks at random, so nothing is settled"
 _TWICE_FOR_LITTLE = ratio(DRT1, DRT2, (0.9, 1.05), what="tokens/s with one retrieval over two")

@@ -40,15 +40,9 @@ class Reading:
 def time_decoding(
     lm: LM, prompt: int, new_tokens: int, segment: int, *, warmup: int, passes: int
 ) -> list[Decoding]:
-    """Time tokens that follow a prompt, in several passes that follow each other.
+    """Time the tokens that follow a prompt of so many random ones, in passes one after another.
 
-    Args:
-        lm: the model, whose prompt is random tokens.
-        prompt: their number.
-        new_tokens: of each pass.
-        segment: tokens of the prompt that are run at a time.
-        warmup: tokens before the first pass.
-        passes: their number.
+    The prompt is run in segments. Each pass has `new_tokens`; `warmup` tokens come before them all.
     """
     state = _prompted(lm, prompt, warmup + passes * new_tokens, segment)
     device = lm.embed.weight.device
@@ -99,7 +93,7 @@ def _prompted(lm: LM, prompt: int, room: int, segment: int) -> Any:
     if isinstance(lm.stack, DRT):
         return lm.reserve(read(lm, prompt, segment), room)
     state = lm.reserve(lm.init_state(1), prompt + room)
-    fill(state, prompt)  # a random state decodes as fast
+    fill(state, prompt)  # random values decode as fast
     return state
 
 

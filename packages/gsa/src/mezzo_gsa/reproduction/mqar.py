@@ -195,12 +195,6 @@ class SweepConfig:
         )
         return Job(cells, work)
 
-    def jobs(self, runs: Path) -> list[Job]:
-        """Return the jobs of all models at all widths, narrow ones first."""
-        return [
-            self.job(model, width, runs) for width in sorted(self.widths) for model in self.models
-        ]
-
 
 def sweep(config: SweepConfig, out: Path, *, device: str | None = None, jobs: int = 1) -> Result:
     """Train everything that `config` asks for, narrow models first, so many jobs at a time.
@@ -213,7 +207,8 @@ def sweep(config: SweepConfig, out: Path, *, device: str | None = None, jobs: in
             be written, or there is no such device.
     """
     path, chosen = out / f"{config.name}.json", choose_device(device, None)
-    return fill(path, vars(config.header()), config.jobs(out), out, chosen, processes=jobs)
+    every = [config.job(m, width, out) for width in sorted(config.widths) for m in config.models]
+    return fill(path, vars(config.header()), every, out, chosen, processes=jobs)
 
 
 PROTOCOLS = {

@@ -43,7 +43,7 @@ SIX = "nvidia-h200/train_six"
 CONTEXTS = "nvidia-h200/train_contexts"
 LONG, POSITIONS = "nvidia-h100/train_long", "nvidia-h100/train_positions"
 IN_PLACE_OF = {"T=1024": "T=8192", "T=2048": "T=16384", "T=4096": "T=32768"}
-"""The contexts of CONTEXTS, and Table 9's in whose place they stand."""
+"""The contexts of CONTEXTS, and those of Table 9 that they stand for."""
 BETWEEN = (ATTENTION, RAT, RAT64, RNN)
 LENGTHS = tuple(str(2**i) for i in range(12, 19))
 """The lengths of Tables 6 and 7, and the positions of Table 8."""
@@ -126,7 +126,7 @@ def gain(model: str, bounds: dict[str, Bounds]) -> Bound:
 
 
 def as_speed(ours: Measurement) -> Measurement | None:
-    """Look at a training of a few steps as what it is here: a speed, and not the whole training."""
+    """Take from a training of a few steps its speed alone, as a speed at a smaller scale."""
     found = pick(ours, {_SPEED: _SPEED})
     return found and replace(found, kind="speed", how=How.SCALED_DOWN)
 

@@ -46,7 +46,7 @@ NORMALIZED, RAW = "with RMSNorm", "without RMSNorm"
 H200 = "nvidia-h200"
 SMALL, RATES, SYNTHETIC = (f"nvidia-h100/{n}" for n in ("train_small", "train_rates", "synthetic"))
 COMPRESSION = "compression"
-"""A synthetic task whose rows are hardly ever right as a whole: its letters count."""
+"""The synthetic task whose rows are hardly ever right as a whole, so that single letters count."""
 
 _SIZE = "a smaller size: the order alone"
 shown = partial(by_tests, "rt.claim", "packages/recurrent_transformer/tests")

@@ -105,7 +105,7 @@ def layers(name: str, sizes: Sizes) -> tuple[dict[str, Any], list[Job]]:
 def _layer_timer(
     model: str, sizes: Sizes, device: torch.device
 ) -> Callable[[int, int], list[Timing]]:
-    """Return a function that times a checked layer at B and T."""
+    """Return a function that times a layer at B and T."""
     config = TransformerBlockConfig if model == TRANSFORMER else RecurrentBlockConfig
     layer = build_layer(config(head_dim=sizes.head_dim), sizes.d_model, device, alone=True)
     layer = layer.bfloat16() if device.type == "cuda" else layer

@@ -167,9 +167,9 @@ class SweepConfig:
 def sweep(config: SweepConfig, out: Path, *, device: str | None = None, jobs: int = 1) -> Result:
     """Train everything that `config` asks for, one seed after another, so many jobs at a time.
 
-    The result gets two entries for each model, task and seed, exact match and token accuracy of the
-    run that has the best exact match, the first with that run's details, and those of the `others`.
-    A sweep over the other model goes on in the same file, and so does one that was killed: runs
+    For each model, task and seed the result gets two entries of the run with the best exact match:
+    its exact match, with the details of this run and of the `others`, and its token accuracy. A
+    sweep over the other model goes on in the same file, and so does one that was killed: its runs
     resume from their own folders in `out`, and finished ones are only read.
 
     Raises:
