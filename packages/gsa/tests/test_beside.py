@@ -51,7 +51,7 @@ def stand_in(monkeypatch):
 def measured():
     """Measure all of a GPU's rows on a CPU; return the entries, and the rows of each job."""
     jobs = fla.jobs(TINY, "cuda")
-    entries = [e for job in jobs for each in job.work(job.cells, None, CPU) for e in each]
+    entries = [e for job in jobs for each in job.measure(None, CPU) for e in each]
     return entries, [cell.model for job in jobs for cell in job.cells]
 
 
