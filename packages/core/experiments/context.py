@@ -69,7 +69,7 @@ def measure(options: Options) -> None:
 def measure_row(
     model: LMConfig, T: int, count: int, cells: tuple[Cell, ...], _: Path, device: torch.device
 ) -> Iterator[list[Entry]]:
-    """Yield the speeds of a row; the memory is that of the GPU that takes most."""
+    """Yield the speeds of a row, and the memory of the GPU that needs most."""
     found = gpus.run_processes(count, time_steps, model, T, device.type).values()
     first, peaks = next(iter(found)), [steps[-1].peak_gb for steps in found]
     details = {} if None in peaks else {"peak_gb": max(peaks)}

@@ -165,7 +165,7 @@ def train(
     _: Path,
     device: torch.device,
 ) -> Iterator[list[Entry]]:
-    """Yield what a training says of itself, then what is measured of the model.
+    """Yield the numbers from a training's log, then those of tests of its model.
 
     The training has all GPUs, or that of its job if there are several at a time.
     """

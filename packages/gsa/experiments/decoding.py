@@ -6,9 +6,9 @@
 
 It writes decoding.json: new tokens a second, with the time of the prompts. Calls share their CUDA
 graphs (`keep_graphs`), whose captures are not timed. All decode prompts of the validation part,
-greedily; in batches of one, four of them one after another. Beside each speed stands the share of
-the tokens that are those of the column's first row; in float32 all must be. `agreement` is the
-share of them that are the small model's likeliest too, after the same text.
+greedily; batches of one decode four prompts in turn. Beside each speed stands the share of tokens
+that equal those of the column's first row; in float32 all must. `agreement` is the share of tokens
+that are also the small model's likeliest, after the same text.
 """
 
 import sys
@@ -180,7 +180,7 @@ def in_turn(
 
 
 def share_of_same(found: list[list[int]], expected: list[list[int]]) -> float:
-    """Return the share of tokens that are as expected."""
+    """Return the share of tokens that equal the expected ones."""
     pairs = [pair for rows in zip(found, expected, strict=True) for pair in zip_longest(*rows)]
     return sum(a == b for a, b in pairs) / len(pairs)
 

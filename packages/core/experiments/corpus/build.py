@@ -37,7 +37,7 @@ SMALLEST, LARGEST = 200, 2**19
 """Bytes of a file that becomes a document: most larger files are tables, or a program's."""
 GENERATED = re.compile(r"generated (by|from|code|file)|auto-?generated|do not (edit|modify)", re.I)
 HEAD = 2000
-"""Characters in which a file says that it is generated."""
+"""A file says within so many characters that it is generated."""
 SHARD = 2**27
 """Bytes of JSON in one file, before xz makes them fewer."""
 RUN, SKETCH = 5, 16

@@ -287,7 +287,7 @@ class BatchSource(ABC):
         """
 
     def check_training(self, batch_size: int) -> None:
-        """Check that a run has what it needs, before it changes its folder.
+        """Check that there is data for a run, before it changes its folder.
 
         Raises:
             UserError: if there is no batch to train on or nothing to validate on, or it cannot be

@@ -1,4 +1,4 @@
-"""Ends a continuation where it has written one of some texts."""
+"""Ends a continuation once it contains one of the stop texts."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,7 +10,7 @@ _SILENT = 16
 
 
 def stop_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> Callable[[Sequence[int]], bool]:
-    """Return what `generate(stop=...)` takes to end where one of the texts has been written.
+    """Return a function for `generate(stop=...)` that ends after one of the texts.
 
     A text is found however it is cut into tokens, and also where it begins inside one.
 

@@ -31,12 +31,12 @@ from mezzo_core.libraries import first_line, import_library
 
 # Part of the cache key: raise it when the same text would give other tokens or files.
 _FORMAT = 2
-# Text is tokenized in batches of about this many characters, or this many pieces: so many that all
-# cores have work while one of them has a long document.
+# Text is tokenized in batches of about this many characters, or this many pieces. With such large
+# ones, the other cores have work while one is busy with a long document.
 _BATCH_CHARACTERS = 1 << 23
 _BATCH_PIECES = 1 << 14
-# The marker file holds the checksums of the other two and is written last. Its name, and that of
-# the folder ("packed-..."), stay as they are: users have such folders on their disks.
+# The marker file holds the checksums of the other two and is written last. Its name and that of the
+# folder ("packed-...") must not change: users have such folders on their disks.
 _TOKENS, _DOCUMENTS, _MARKER = "tokens.npy", "documents.npy", "packed.json"
 # The checksum of stored tokens is computed over this many tokens at a time.
 _CHECKED_TOKENS = 1 << 23

@@ -23,8 +23,8 @@ class Evaluation:
         bits_per_byte: bits per byte of text, by which models with different tokenizers can be
             compared; None if `num_bytes` was not given or is 0.
         accuracy: share of the targets to which the model gave the highest logit.
-        exact_match: share of the rows in which it did so for every target, of those that have one;
-            None for packed documents.
+        exact_match: share of the rows with targets in which it did so for every target; None for
+            packed documents.
         tokens: number of targets.
     """
 
@@ -102,8 +102,8 @@ def _split(batch: Batch, segment_tokens: int | None) -> Iterator[Batch]:
     """Yield a batch's segments; if they have no length, it is one.
 
     Rows without targets, and what comes after the last target, are left out: in a short text they
-    may be nearly all. Of a batch in one piece they are not if they are less than half of it: then
-    the result is that of a training to the bit.
+    may be nearly all. A batch in one piece keeps them if they are less than half of it, so that the
+    result equals that of a training to the bit.
     """
     if batch.cu_seqlens is not None:
         if segment_tokens is not None:
@@ -169,7 +169,7 @@ def _score_rows(
     *,
     has_state: bool,
 ) -> Tensor:
-    """Return nats, targets, hits; rows with a target, and those of them in which all are hits."""
+    """Return nats, targets and hits; and how many rows have targets, and how many hit them all."""
     sums = torch.zeros(5, dtype=torch.float64, device=device)
     state: Any = None
     is_asked = is_right = torch.zeros(0, dtype=torch.bool, device=device)

@@ -45,7 +45,7 @@ def export_model(
     Args:
         run: folder of a run or of a model.
         out: a new folder, or an empty one.
-        tokenizer: where the model's tokenizer is now, if it is not where it was.
+        tokenizer: where the model's tokenizer is now, if it has moved.
         allow_packages: packages besides mezzo's own whose layers the model may have.
         layout: another library's, in which the model is written; None: as one of mezzo.
 

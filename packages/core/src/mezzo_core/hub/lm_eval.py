@@ -164,7 +164,7 @@ class MezzoEvalLM(TemplateLM):
         return found
 
     def _newest(self, tokens: Tokens, num_predicted: int) -> Tokens:
-        """Return the tokens that are read, of which the last ones are predicted."""
+        """Return the tokens to read, without the first ones if they are more than max_length."""
         if self.max_length is None:
             return tokens
         if num_predicted > self.max_length:

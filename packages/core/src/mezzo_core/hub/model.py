@@ -308,7 +308,7 @@ def _run_checkpointed(
 
 
 def _tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-    """Return the one that is given, as an `LM` takes it."""
+    """Return the one that is not None, in a dtype that an `LM` takes."""
     if (input_ids is None) == (inputs_embeds is None):
         raise UserError("give one of input_ids and inputs_embeds")
     given: Any = inputs_embeds if input_ids is None else input_ids

@@ -376,7 +376,7 @@ def at_least(value: Value) -> Bounds:
 
 
 def most_telling(said: Sequence[str], outcomes: Sequence[Outcome], between: str) -> str:
-    """Join a few of many comparisons: those that differ, then those that are not settled."""
+    """Join a few of many comparisons: first what differs, then what is not settled."""
     if len(said) <= SHOWN:
         return between.join(said)
     telling = [DIFFERS, NOT_SETTLED, AGREES]

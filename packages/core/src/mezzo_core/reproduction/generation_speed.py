@@ -28,8 +28,8 @@ def time_step(
     """Time a step of a layer for B rows that have all seen `position` tokens.
 
     The state is random: its values do not change the time, and a prefill of a large batch would not
-    fit. The host's work before a step (`before_step`) is not timed. The layer has weights of the
-    dtype in which it decodes.
+    fit. The host's work before a step (`before_step`) is not timed. The layer decodes in the dtype
+    of its weights.
 
     Raises:
         torch.OutOfMemoryError: if the state does not fit into the GPU, which is not even tried.
@@ -188,8 +188,8 @@ def rewind(state: Any, position: int) -> None:
     """Set the lengths of a state of a layer or a model.
 
     Raises:
-        ValueError: if the state has integers other than a length of each row, such as indices of
-            what it retrieves: these cannot be made up.
+        ValueError: if the state has integers besides the rows' lengths, such as the indices of
+            chunks that it retrieved: these cannot be made up.
     """
     numbers = [field for field in tree_leaves(state) if not field.is_floating_point()]
     if any(field.ndim != 1 for field in numbers):

@@ -67,7 +67,7 @@ def is_settled(gaps: Sequence[float]) -> bool:
 def compare_bounds(values: Sequence[float], low: float, high: float, kind: str) -> Outcome:
     """Tell whether the values of all seeds or passes are within bounds.
 
-    Without values nothing is settled. Neither is it by one seed of a training.
+    Without values, or with one seed of a training, nothing is settled.
     """
     if kind not in TRAINED:
         inside = {low <= value <= high for value in values}

@@ -70,7 +70,7 @@ VERDICTS = {
 
 
 def verdict(finding: Finding) -> str:
-    """Return what is said of a finding, one of `VERDICTS`."""
+    """Return the verdict on a finding, one of `VERDICTS`."""
     if finding.outcome is None:
         return "not attempted"
     return "better" if finding.better else finding.outcome.value

@@ -42,7 +42,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A paper: what it says, what answers it, and what is trained and measured for that."""
+    """A paper: its claims, the evidence for them, and what to train and measure for it."""
 
     name: str  # of the package, without "mezzo_"
     module: str  # the file of its claims.py, `__file__` there
@@ -155,8 +155,7 @@ def reproduce_papers(
     Args:
         papers: the papers.
         only: ids of tables or claims; None or empty means all.
-        scale: its name. A paper that has none of this name takes its first one, unless it is the
-            only paper.
+        scale: its name. Of several papers, one without a scale of this name takes its first.
         out: the folder.
 
     Raises:

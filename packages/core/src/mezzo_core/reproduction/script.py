@@ -56,7 +56,7 @@ class Options:
     def run(self, name: str, jobs: Iterable[Job], **header: Any) -> Result:
         """Measure the models that are asked for, and return the result file of this name.
 
-        The header's models, columns and groups are those of the jobs, which are of all models.
+        The jobs are those of all models: the header's models, columns and groups come from them.
         """
         return fill(
             self.out / f"{name}.json",

@@ -51,7 +51,7 @@ class Speeds:
     def measure(
         self, name: str, sizes: AbstractSizes, folder: Path, say: Say
     ) -> Measurement | None:
-        """Time what is missing in a file, and return what it then has; None if that is nothing.
+        """Time what is missing in a file, and return its content; None if it stays empty.
 
         Raises:
             UserError: if the file cannot be written or continued.

@@ -48,7 +48,7 @@ def training(
     """Return the job that trains a model, and gives its row the value of each column.
 
     A column that `measure` leaves out has the validation perplexity. The details of the run stand
-    in the first column. The run has the scratch folder, or one that is `kept`.
+    in the first column. The run uses the scratch folder, or the folder `kept`, which stays.
     """
     cells = tuple(Cell(model, column, seed=config.seed) for column in columns)
     return Job(cells, partial(_train, config, measure, kept))
@@ -106,7 +106,7 @@ def loss_by_length(
     """Return the loss on the validation part in windows of each length T, in nats a token.
 
     The lengths have the names of columns. If they divide the longest, all have the same targets:
-    those of so many `windows` of the longest, or of all windows if it is None.
+    those in the first `windows` windows of the longest length (None: in all).
     """
     longest, found = max(lengths.values(), default=0), {}
     for column, T in lengths.items():
@@ -181,8 +181,8 @@ class Tuning:
         configs: the runs, in the order in which they are made.
         folder: what the runs' folders begin with; their settings follow, as in "gsa_lr0.001".
         swept: the fields of `OptimConfig` in which the runs differ.
-        by: the measures that decide, higher ones being better; the second one decides between runs
-            that are equal by the first. Those of a run whose loss exploded are DIVERGED.
+        by: the measures that decide; higher is better, and the second decides between runs that
+            are equal by the first. A run whose loss exploded has DIVERGED in their place.
         enough: stop once the first measure of a run exceeds this.
         details: further ones.
     """

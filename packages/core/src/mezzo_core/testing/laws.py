@@ -65,14 +65,15 @@ def check_segments(
         assert_close("from a prefill on", found, full[:, half - 1 :], rtol=rtol)
 
 
-def check_causal(module: AbstractSequenceModule, *, num_tokens: int) -> None:
+def check_causal(module: AbstractSequenceModule) -> None:
     """Assert that a change at token t leaves every output before t bit-equal, and not all after."""
-    x = normal(module, (2, num_tokens, module.d_model), 0)
+    T = 18
+    x = normal(module, (2, T, module.d_model), 0)
     with torch.no_grad():
         y, _ = module(x)
-        for t in sorted({0, 1, num_tokens // 2, num_tokens - 1} & set(range(num_tokens))):
+        for t in (0, 1, T // 2, T - 1):
             other = x.clone()
-            other[:, t:] = normal(module, (2, num_tokens - t, module.d_model), 1 + t)
+            other[:, t:] = normal(module, (2, T - t, module.d_model), 1 + t)
             changed, _ = module(other)
             assert torch.equal(changed[:, :t], y[:, :t]), f"a change at {t} reached the past"
             assert not torch.equal(changed[:, t:], y[:, t:]), f"a change at {t} reached nothing"
@@ -161,28 +162,30 @@ def check_step(
         _assert_rows(module, rows, prompt_lengths, outputs, rtol)
 
 
-def check_state_bytes(module: AbstractSequenceModule, num_tokens: int) -> None:
-    """Assert that `state_bytes` tells the bytes that one sequence holds after so many tokens.
+def check_state_bytes(module: AbstractSequenceModule) -> None:
+    """Assert that `state_bytes` tells the bytes that one sequence holds after 1, 8 and 15 tokens.
 
     On a GPU, `state_bytes` and `host_state_bytes` are compared each with the tensors of its side.
     On a CPU there is one side, and their sum counts. Counters (integer tensors) may be counted or
     left out.
     """
-    with torch.no_grad():
-        x = normal(module, (1, num_tokens, module.d_model), 0)
-        _, state = module(x, module.init_state(1))
-    here = [t for t in tree_leaves(state) if t.device == x.device]
-    elsewhere = [t for t in tree_leaves(state) if t.device != x.device]
-    told = module.state_bytes(num_tokens), module.host_state_bytes(num_tokens)
-    if x.device.type == "cpu":
-        told = sum(told), 0
-    for name, tensors, count in zip(("state", "host_state"), (here, elsewhere), told, strict=True):
-        values = sum(t.nbytes for t in tensors if t.is_floating_point())
-        total = sum(t.nbytes for t in tensors)
-        assert values <= count <= total, (
-            f"{name}_bytes({num_tokens}) = {count}, but the state holds {values} bytes of values "
-            f"there ({total} with counters)"
-        )
+    for T in (1, 8, 15):
+        with torch.no_grad():
+            x = normal(module, (1, T, module.d_model), 0)
+            _, state = module(x, module.init_state(1))
+        here = [t for t in tree_leaves(state) if t.device == x.device]
+        elsewhere = [t for t in tree_leaves(state) if t.device != x.device]
+        told = module.state_bytes(T), module.host_state_bytes(T)
+        if x.device.type == "cpu":
+            told = sum(told), 0
+        sides = zip(("state", "host_state"), (here, elsewhere), told, strict=True)
+        for name, tensors, count in sides:
+            values = sum(t.nbytes for t in tensors if t.is_floating_point())
+            total = sum(t.nbytes for t in tensors)
+            assert values <= count <= total, (
+                f"{name}_bytes({T}) = {count}, but the state holds {values} bytes of values there "
+                f"({total} with counters)"
+            )
 
 
 def check_plain_state(module: AbstractSequenceModule) -> None:
@@ -219,14 +222,15 @@ def check_long(module: AbstractSequenceModule) -> None:
     check_packed(module, (67, 10), rtol=2e-5)
 
 
-def check_flops(module: AbstractSequenceModule, num_tokens: int) -> None:
+def check_flops(module: AbstractSequenceModule) -> None:
     """Assert that the FLOPs told are about those of the weights and of the state.
 
     A token multiplies each matrix once or twice, or only some of them, and takes up to 8 FLOPs for
     each value of the state. So this sees a count that is several times too small or too large.
     """
-    x = normal(module, (1, num_tokens, module.d_model), 0)
+    T = 19
     with torch.no_grad():
+        x = normal(module, (1, T, module.d_model), 0)
         _, state = module(x, module.init_state(1))
     held = sum(t.numel() for t in tree_leaves(state) if t.is_floating_point())
     weights = sum(
@@ -236,10 +240,10 @@ def check_flops(module: AbstractSequenceModule, num_tokens: int) -> None:
         for weight in part.parameters(recurse=False)
         if weight.ndim == 2
     )
-    told, most = module.flops_per_token(num_tokens), 4 * weights + 8 * held
+    told, most = module.flops_per_token(T), 4 * weights + 8 * held
     assert weights <= told <= most, (
-        f"flops_per_token({num_tokens}) = {told}, but matrices of {weights} weights and a state of "
-        f"{held} values take from {weights} to {most}"
+        f"flops_per_token({T}) = {told}, but matrices of {weights} weights and a state of {held} "
+        f"values take from {weights} to {most}"
     )
 
 
@@ -252,14 +256,9 @@ def _packed(module: AbstractSequenceModule) -> None:
         check_packed(module, lengths)
 
 
-def _state_bytes(module: AbstractSequenceModule) -> None:
-    for num_tokens in (1, 8, 15):
-        check_state_bytes(module, num_tokens)
-
-
 LAWS: dict[str, Callable[[AbstractSequenceModule], None]] = {
     "segments": _segments,
-    "causal": lambda module: check_causal(module, num_tokens=18),
+    "causal": check_causal,
     "isolated": lambda module: check_isolated(module, 13, long=70),
     "packed": _packed,
     "ragged": lambda module: check_ragged(module, (0, 3, 13), 7),
@@ -267,7 +266,7 @@ LAWS: dict[str, Callable[[AbstractSequenceModule], None]] = {
     "handled": check_handled,
     "saved": check_saved,
     "programs": check_programs,
-    "state bytes": _state_bytes,
+    "state bytes": check_state_bytes,
     "plain state": check_plain_state,
     "training": check_training,
     "gradients": check_gradients,
@@ -275,7 +274,7 @@ LAWS: dict[str, Callable[[AbstractSequenceModule], None]] = {
     "empty": check_empty,
     "precision": check_precision,
     "long": check_long,
-    "flops": lambda module: check_flops(module, 19),
+    "flops": check_flops,
 }
 """Every law at sizes for chunks of a few tokens, and `long` and `isolated` beyond one of 64 too."""
 

@@ -1,4 +1,4 @@
-"""The law of programs: whatever is done with states, outputs are those of whole sequences."""
+"""The law of programs: after any operations on states, outputs equal those of whole sequences."""
 
 import random
 from collections.abc import Callable

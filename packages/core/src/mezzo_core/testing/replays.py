@@ -133,7 +133,7 @@ class _Compiled:
 
 
 class _Kernel:
-    """A kernel of the interpreter that is called as a compiled one is."""
+    """Makes a kernel of the interpreter callable as a compiled one."""
 
     function = packed_metadata = None
 

@@ -45,7 +45,7 @@ def check_gradients(module: AbstractSequenceModule) -> None:
     """Assert that the gradients of the input and all weights are the derivatives, in float64.
 
     They are compared in a random direction with a difference quotient, and with those that
-    `torch.func` gives. So a part that is detached is found, though its weights have a gradient.
+    `torch.func` gives. This finds a detached part even if its weights have a gradient.
     The copy that is tested lies on the CPU.
     """
     module = deepcopy(module).cpu().double()

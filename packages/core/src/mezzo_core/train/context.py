@@ -69,7 +69,7 @@ def part_borders(model: LM, num_tokens: int, count: int) -> tuple[int, ...]:
 
 
 def sequence_part(batch: Batch, borders: Sequence[int], rank: int) -> Batch:
-    """Return the part of each row that the process of this rank has, among those that share it.
+    """Return this rank's part of each row, among the processes that share it.
 
     Raises:
         UserError: if documents are packed, which are no rows, or rows have another length.
@@ -98,13 +98,13 @@ def share_sequence(
     """From now on, let the stack's forward go on where that of the process before it ends.
 
     Each process calls it, and then runs the stack, without a state, on its part of every row
-    (`sequence_part`). Outputs and, once those of all processes are added up, gradients of weights
-    are those of one process that has whole rows, up to rounding. The backward must be that of all
-    weights that are trained, as `loss.backward()` is: each process waits for the next one's.
+    (`sequence_part`). Up to rounding, outputs equal those of one process with whole rows, and so do
+    the gradients of weights, added up over the processes. Run the backward for all trained weights,
+    as `loss.backward()` does: each process waits for the next one's.
 
-    The stack's `stages` run in a pipeline. One that has itself as its only stage runs in one
-    process after another: then a sequence may be longer than a GPU's memory allows, but its parts
-    do not run at the same time.
+    The stack's `stages` run in a pipeline. A stack that is its own only stage runs in one process
+    after another: a sequence may then be longer than a GPU's memory allows, but its parts do not
+    run at the same time.
 
     Args:
         stack: of a model, with the same weights in every process. Call this once its forward

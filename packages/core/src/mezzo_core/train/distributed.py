@@ -254,11 +254,11 @@ def backward(loss: Tensor, model: nn.Module, world: World, *, is_last: bool) -> 
     """Add the gradient of the sum of all processes' losses to that of the model's weights.
 
     Processes exchange gradients, in float32, in the backward of the last micro batch alone. Until
-    then each adds up its own, which are those of the whole model: 4 bytes a parameter, even if the
-    weights are sharded. A copy that is not sharded needs 4 more during the exchange.
+    then each adds up its own gradients of the whole model: 4 bytes a parameter, even if the weights
+    are sharded. A copy that is not sharded needs 4 more during the exchange.
 
-    The loss is this process's part of that of one micro batch; `is_last` says whether it is the
-    last before the optimizer's step.
+    `loss` is this process's part of the loss of one micro batch; `is_last` says whether this is the
+    last one before the optimizer's step.
     """
     if has_parts(model):
         model.set_requires_gradient_sync(is_last)  # type: ignore[operator]

@@ -34,7 +34,7 @@ NAMES = {("data", "seed"): "data_seed", ("data", "validation_source"): "validati
 
 
 class _None:
-    """The value of a flag that is given as "none"; None itself is that of one that is not given."""
+    """Stands for the word "none" on the command line, where None means that a flag is not given."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Flag:
 
     @property
     def word(self) -> str:
-        """The flag as it is typed, such as "--batch-size"."""
+        """The flag as users type it, such as "--batch-size"."""
         return "--" + self.name.replace("_", "-")
 
     @property
@@ -79,12 +79,9 @@ class Flag:
         if self.takes_none:
             options |= {"parser": self._parse, "metavar": f"{self.kind.__name__}|none".upper()}
         kind: Any = self.kind | None
-        annotation = Annotated[kind, typer.Option(self._declared, **options)]
+        word = f"{self.word}/--no-{self.word[2:]}" if self.kind is bool else self.word
+        annotation = Annotated[kind, typer.Option(word, **options)]
         return Parameter(self.name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-
-    @property
-    def _declared(self) -> str:
-        return f"{self.word}/--no-{self.word[2:]}" if self.kind is bool else self.word
 
     def _parse(self, text: str) -> Any:
         if text.lower() == "none":
@@ -141,7 +138,7 @@ _FIELD = re.compile(
 def with_flags(message: str, given: Mapping[str, Any] | None = None) -> str:
     """Return an error's message in which each field that it names is followed by its flag.
 
-    Of several fields of one name it is the one whose flag was given.
+    If several fields have this name, the one whose flag was given is meant.
     """
     asked = [flag for flag in FLAGS if given and given.get(flag.name) is not None]
     words = {flag.field: flag.word for flag in (*reversed(FLAGS), *asked)}

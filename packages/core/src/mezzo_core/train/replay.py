@@ -14,11 +14,11 @@ Work = Callable[..., Sequence[Tensor]]
 WARM_UPS = 2
 """Calls before the capture: kernels are compiled, and libraries allocate what they need."""
 KEPT = 4
-"""Graphs at most; with arguments of further shapes, work runs as it is."""
+"""Graphs at most; with arguments of further shapes, the work runs without one."""
 
 
 class Replayed:
-    """Calls `work` as it is at first, and then as one CUDA graph, which is one launch.
+    """Calls `work` a few times, and then replays it as one CUDA graph, with one launch.
 
     Arguments are tensors in tuples, and None. A graph reads them at fixed places, so each call
     copies them there; and it overwrites its results, so each call returns copies. Other tensors

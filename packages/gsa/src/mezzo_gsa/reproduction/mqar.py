@@ -90,7 +90,7 @@ class SweepConfig:
     """
 
     task: MQARConfig = field(default_factory=MQARConfig)
-    """Its seed is that of the weights and of dropout too."""
+    """Its seed also sets the weights and dropout."""
     models: tuple[str, ...] = ("attention", "gsa", "gla", "hgrn2", "retnet")
     """Of `NAMES`."""
     widths: tuple[int, ...] = (64, 128, 256, 512)

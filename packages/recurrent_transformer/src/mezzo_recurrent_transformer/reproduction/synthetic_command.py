@@ -1,6 +1,6 @@
 """`mezzo-recurrent-transformer synthetic`: the sweep as a command.
 
-Its help needs no torch: the defaults are those of `SweepConfig`, which a test compares.
+The defaults of `SweepConfig` are repeated here, so that help needs no torch; a test compares them.
 """
 
 from pathlib import Path

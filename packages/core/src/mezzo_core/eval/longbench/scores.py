@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
 
 Score = Callable[[str, str, Sequence[str]], float]
-"""Of what the model wrote and of a right answer; where answers are classes, of all of them too."""
+"""Scores what the model wrote by a right answer, and by all classes where answers are classes."""
 
 
 def f1(written: str, answer: str, classes: Sequence[str]) -> float:
@@ -23,10 +23,9 @@ def _words(text: str) -> list[str]:
 
 
 def rouge_l(written: str, answer: str, classes: Sequence[str]) -> float:
-    """Return ROUGE-L as the package `rouge` defines it.
+    """Return ROUGE-L as the package `rouge` defines it: an F1 of distinct words.
 
-    It is the F1 of distinct words: of the answer, those in a longest common subsequence of one of
-    its sentences with one of the text's.
+    A word counts if it is in a longest common subsequence of two sentences, one of each text.
     """
     texts = (written, answer)
     ours, right = ([_sentence(part) for part in text.split(".") if part] for text in texts)
@@ -62,10 +61,11 @@ def _common(x: Sequence[str], y: Sequence[str]) -> list[str]:
 
 
 def class_named(written: str, answer: str, classes: Sequence[str]) -> float:
-    """Return 1 by the number of classes that are named, if the right one is among them.
+    """Return 1 over the number of classes that the text names, if it names the right one.
 
-    A class whose name is a part of the right one's does not count, but for the second, fourth and
-    so on of those that are named in a row: LongBench's loop removes them from what it runs over.
+    A class whose name is a part of the right one's does not count. But of several such classes in a
+    row the second, fourth and so on count: LongBench's loop removes items from the list that it
+    runs over, and skips these.
     """
     named: list[str] = []
     is_removed = False
