@@ -199,7 +199,7 @@ def _read_txt(file: Any) -> Iterator[Piece]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a file that are not blank, each after words for where it is.
+    """Yield the lines of a file that are not blank, each after words for its place.
 
     Raises:
         UserError: if the file cannot be read.

@@ -1,4 +1,4 @@
-"""A mixture: several texts, of which each has its share of the rows to train on."""
+"""A mixture: several texts, each with its share of the rows to train on."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -114,7 +114,7 @@ class MixedText(TextData):
     """Windows of several tokenized texts, mixed by weights as `MixtureConfig` says.
 
     The step alone determines the batch. An epoch of the mixture has no length, so
-    `num_train_tokens` is None; it is 0 if one of the texts is held out as a whole.
+    `num_train_tokens` is None, or 0 if a text is held out as a whole.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class TokenizedText(TextData):
         """Split the corpus, whose tokens the tokenizer made, or take another one to validate on.
 
         `validation_fraction` is the share of the tokens to hold out, 1 for all; with `held_out` it
-        has no meaning. The seed is that of the split and of the order.
+        has no meaning. The seed draws the split and the order.
         """
         self.tokenizer, self.seq_len = tokenizer, seq_len
         # "packed" stays: runs on disk have it in their corpus.json.

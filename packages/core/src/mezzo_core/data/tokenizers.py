@@ -18,7 +18,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token of a text, its beginning and its end."""
+        """One more than the largest token that a text, its beginning or its end can have."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""States in the place of transformers' caches."""
+"""States that take the place of transformers' caches."""
 
 from copy import copy, deepcopy
 from inspect import signature

@@ -20,7 +20,8 @@ def to_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     Padding goes to the left, where `generate` wants it, and is the token that ends a document.
 
     Raises:
-        UserError: if it is a SentencePiece model that the `tokenizers` library has no like of.
+        UserError: if the `tokenizers` library cannot give the same tokens, as of some SentencePiece
+            models.
     """
     if isinstance(tokenizer, ByteTokenizer):
         backend = _bytes()

@@ -1,4 +1,4 @@
-"""The time of ops, and of layers as papers measure them: norm, mixer with projections, residual.
+"""Times ops, and layers as papers measure them: a norm, a mixer with projections, a residual.
 
 A block, which has a norm and a residual of its own, and a stack of blocks are timed alone.
 """
@@ -129,7 +129,7 @@ def time_op(
     seconds: float,
     allow_unused: bool = False,
 ) -> list[Timing]:
-    """Time a function of tensors, called with them by name.
+    """Time a function of tensors, which takes them by name.
 
     "train" is a forward and the gradients of all inputs, in new tensors at each call: parameters
     are used as they are, other tensors are detached. "forward" is a forward without gradients, as

@@ -1,6 +1,6 @@
 """The runner: an experiment is a list of jobs, and each of them fills cells of a result.
 
-What a result has is not measured again, so a run that was killed goes on where it was.
+Cells that a result has are not measured again, so a run that was killed goes on where it was.
 """
 
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Tables as grids of text, of which the report and RESULTS.md are made."""
+"""Tables as grids of text, for the report and RESULTS.md."""
 
 import math
 import sys

@@ -50,8 +50,8 @@ def train_tiny(
     """Train models once, and test them at each length; an error of one leaves the others alone.
 
     All runs read the same tokens in the same order, and are evaluated on the same text. The folder
-    gets the result, and in `runs/RECIPE` the runs, whose models stay. `watch` is told what is done,
-    and how many of how many trainings are.
+    gets the result, and in `runs/RECIPE` the runs, whose models stay. `watch` is called with what
+    is being done, how many trainings have ended, and of how many.
     """
     sizes: dict[str, Any] = {key: getattr(budget, key) for key in SIZES}
     last: dict[str, Any] = {"eval_every": budget.steps, "checkpoint_every": budget.steps}

@@ -305,7 +305,7 @@ def conditions(config: TrainConfig, device: torch.device) -> str:
 
 
 def corpus_name(source: str) -> str:
-    """Return the names of a corpus's files, or its own where it has none."""
+    """Return the names of a corpus's files, or its own name if it has none."""
     if source == "embedded" or source.startswith(HUB_PREFIX):
         return source
     return ", ".join(path.name for path in find_files(source))

@@ -81,7 +81,7 @@ def sequence_part(batch: Batch, borders: Sequence[int], rank: int) -> Batch:
     T = batch.tokens.shape[1]
     if borders[-1] != T:
         raise UserError(f"rows must have the {borders[-1]} tokens that are shared, got {T}")
-    # Targets are already those of each token, so that they need no token of the next part.
+    # Targets are already shifted, so that the last one is here and not in the next part.
     here = slice(borders[rank], borders[rank + 1])
     return Batch(batch.tokens[:, here], batch.targets[:, here])
 

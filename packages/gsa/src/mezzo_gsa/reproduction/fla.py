@@ -1,7 +1,7 @@
 """The ops of GSA and GLA, and layers in training, beside those of fla (flash-linear-attention).
 
-That is the library of the paper's authors; only the benchmarks use it, where it is installed. A
-layer is the mixer alone, with weights and inputs of one dtype, as fla's benchmarks take it.
+That is the library of the paper's authors. Only the benchmarks use it, if it is installed. A layer
+is the mixer alone, with weights and inputs of one dtype, as in fla's benchmarks.
 """
 
 import importlib
