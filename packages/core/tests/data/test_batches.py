@@ -345,10 +345,6 @@ def test_too_little_text_and_bad_settings_are_said(tmp_path):
     for fraction in (0.0, 1.1, -1.0, float("nan")):
         with pytest.raises(UserError, match="validation_fraction must be above 0, to 1"):
             DataConfig(validation_fraction=fraction)
-    with pytest.raises(UserError, match="seed must be from 0 to"):
-        DataConfig(seed=-1)
-    with pytest.raises(UserError, match="seq_len must be from 1 to"):
-        DataConfig().build(0, None)
 
 
 @pytest.mark.parametrize(
@@ -370,7 +366,7 @@ def test_a_setting_of_another_type_is_named(field, values):
         with pytest.raises(UserError, match=rf"^(\w+\.)?{field}(\[\d\])? (must|is too)") as error:
             DataConfig(**{field: value})
         assert len(str(error.value)) < 200
-    for seq_len in (True, "8", 2.0, 2**31, None):
+    for seq_len in (True, "8", 2.0, 0, 2**31, None):
         with pytest.raises(UserError, match="seq_len must be from 1"):
             DataConfig().build(seq_len, None)
 

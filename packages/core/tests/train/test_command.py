@@ -278,8 +278,8 @@ def test_texts_that_cannot_be_mixed_are_one_line(command, tmp_path, monkeypatch,
 
 
 def test_a_large_tokenizer_names_the_option_that_makes_room(command, tmp_path):
-    code = one_line(command("--vocab-size", 100, "--out", tmp_path / "run"))
-    assert "vocab_size = 100: --vocab-size 257 fits" in code
+    line = one_line(command("--vocab-size", 100, "--out", tmp_path / "run"))
+    assert "257 tokens, more than the model's vocab_size = 100: --vocab-size 257 fits" in line
 
 
 def test_new_text_is_trained_on_when_told(command, tmp_path):

@@ -171,12 +171,6 @@ def test_nan_stops_the_run_and_names_the_last_checkpoint(tiny, tmp_path, monkeyp
     assert train(tiny(), tmp_path, quiet=True).steps == 6
 
 
-def test_a_tokenizer_larger_than_the_model_is_refused(tiny, tmp_path):
-    config = tiny(model=replace(tiny().model, vocab_size=200))
-    with pytest.raises(UserError, match="257 tokens, more than the model's vocab_size = 200"):
-        train(config, tmp_path, quiet=True)
-
-
 def test_a_text_that_is_held_out_as_a_whole_trains_nothing(tiny, tmp_path):
     config = tiny(data=replace(tiny().data, validation_fraction=1))
     with pytest.raises(UserError, match="nothing to train on"):
