@@ -8,17 +8,16 @@ from typing import get_type_hints
 
 import pytest
 import torch
-import typer
-from mezzo_core.cli import run as run_app
 from mezzo_core.config_json import from_json, to_json
 from mezzo_core.errors import UserError
 from mezzo_core.reproduction.measurement import read_result
 from mezzo_core.train.loop import train
+from mezzo_gsa.__main__ import main
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.mqar.task import MQARConfig
 from mezzo_gsa.reproduction.mqar import DROPOUT, NAMES, PROTOCOLS, SweepConfig, sweep
-from mezzo_gsa.reproduction.mqar_command import FIELDS, mqar
 from mezzo_gsa.reproduction.mqar_command import NAMES as TOLD_NAMES
+from mezzo_gsa.reproduction.mqar_command import mqar
 
 TASK = MQARConfig(vocab_size=32, seq_len=16, num_pairs=4, train_rows=20, test_rows=8)
 TINY = SweepConfig(
@@ -174,10 +173,8 @@ def test_what_cannot_be_built_is_refused_before_anything_is_trained(tmp_path, ch
 
 
 def run_command(*arguments):
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(mqar)
     with pytest.raises(SystemExit) as exit:
-        run_app(app, [str(argument) for argument in arguments])
+        main(["mqar", *map(str, arguments)])
     return exit.value.code
 
 
@@ -260,7 +257,7 @@ def test_the_help_tells_the_models_and_the_defaults_of_the_protocols():
     told = {name: option.show_default for name, option in options.items()}
     of_no_protocol = ("out", "protocol", "train_pairs", "jobs", "device")
     assert all(told.pop(name) is True for name in of_no_protocol)
-    assert told == {name: default(FIELDS.get(name, name)) for name in told}
+    assert told == {name: default(name) for name in told}
 
 
 def test_the_command_answers_a_wrong_value_in_one_line(tmp_path, capsys):

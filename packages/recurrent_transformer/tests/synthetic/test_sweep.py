@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import typer
-from mezzo_core.cli import run as run_app
 from mezzo_core.config_json import from_json, to_json
 from mezzo_core.errors import UserError
 from mezzo_core.reproduction import training
@@ -15,6 +13,7 @@ from mezzo_core.reproduction.measurement import How, read_result
 from mezzo_core.testing.arguments import check_fields
 from mezzo_core.train.loop import train
 from mezzo_recurrent_transformer import RecurrentBlock, TransformerBlock
+from mezzo_recurrent_transformer.__main__ import main
 from mezzo_recurrent_transformer.reproduction.synthetic import (
     LAYERS,
     NAMES,
@@ -234,10 +233,8 @@ def test_each_field_replaced_is_named_or_gives_a_run():
 
 
 def run_command(*arguments):
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(synthetic)
     with pytest.raises(SystemExit) as exit:
-        run_app(app, [str(argument) for argument in arguments])
+        main(["synthetic", *map(str, arguments)])
     return exit.value.code
 
 

@@ -12,15 +12,13 @@ from mezzo_core.options import with_options
 from mezzo_core.paths import expanded
 from typer import Option
 
-FIELDS = {"model": "models", "width": "widths", "lr": "learning_rates"}
-"""The field that an option replaces, if it has another name."""
 NAMES = ("attention", "gsa", "gsa_one_head", "gla", "hgrn2", "retnet")
 RATES = "0.0001 0.000464 0.00215 0.01; authors: 0.002 0.001 0.005 0.0005 0.01 0.0001"
 
 
-def part(text: str, default: str) -> Any:
+def part(text: str, default: str, *word: str) -> Any:
     """Return an option that replaces a part of the protocol, which has this default."""
-    return Option(help=text, show_default=default)
+    return Option(*word, help=text, show_default=default)
 
 
 def mqar(
@@ -28,11 +26,16 @@ def mqar(
         Path, Option(help="Folder of the result and of the runs.", callback=expanded)
     ] = Path("mqar"),
     protocol: Annotated[str, Option(help="Of zoology, authors.")] = "zoology",
-    model: Annotated[
-        list[str] | None, part(f"Of {', '.join(NAMES)}; repeat.", "attention gsa gla hgrn2 retnet")
+    models: Annotated[
+        list[str] | None,
+        part(f"Of {', '.join(NAMES)}; repeat.", "attention gsa gla hgrn2 retnet", "--model"),
     ] = None,
-    width: Annotated[list[int] | None, part("Model width; repeat.", "64 128 256 512")] = None,
-    lr: Annotated[list[float] | None, part("Learning rate; repeat.", RATES)] = None,
+    widths: Annotated[
+        list[int] | None, part("Model width; repeat.", "64 128 256 512", "--width")
+    ] = None,
+    learning_rates: Annotated[
+        list[float] | None, part("Learning rate; repeat.", RATES, "--lr")
+    ] = None,
     skip_solved: Annotated[
         bool | None, part("After a rate has solved it, try no others.", "False")
     ] = None,
@@ -57,7 +60,7 @@ def mqar(
     of GSA's first author (the paper does not say its own). Both take many GPU hours; a run ends
     when it has solved the task. Other options replace parts. A folder goes on where it was left.
     """
-    given = {FIELDS.get(name, name): value for name, value in locals().items()}
+    given = locals().copy()
     from mezzo_core.reproduction.tables import format_value
 
     from mezzo_gsa.reproduction.mqar import PROTOCOLS, sweep

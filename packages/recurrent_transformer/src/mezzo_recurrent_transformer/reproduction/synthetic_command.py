@@ -22,14 +22,6 @@ TASK_NAMES = [
     "copying",
 ]
 MODELS = ["transformer", "recurrent"]
-FIELDS = {
-    "model": "models",
-    "lr": "learning_rates",
-    "decay": "weight_decays",
-    "seed": "seeds",
-    "width": "d_model",
-}
-"""The field that an option replaces, if it has another name."""
 RATES, DECAYS, SEEDS = [1e-3, 5e-4, 1e-4], [0.0, 0.1], [0, 1, 2]
 
 
@@ -38,11 +30,13 @@ def synthetic(
         Path, Option(help="Folder of the result and the runs.", callback=expanded)
     ] = Path("synthetic"),
     task: Annotated[list[str], Option(help=f"Of {', '.join(TASK_NAMES)}; repeat.")] = TASK_NAMES,
-    model: Annotated[list[str], Option(help=f"Of {', '.join(MODELS)}; repeat.")] = MODELS,
-    lr: Annotated[list[float], Option(help="Learning rate; repeat.")] = RATES,
-    decay: Annotated[list[float], Option(help="Weight decay; repeat.")] = DECAYS,
-    seed: Annotated[list[int], Option(help="Of weights and order; repeat.")] = SEEDS,
-    width: Annotated[int, Option(help="Of the layer, a multiple of 8.")] = 128,
+    models: Annotated[
+        list[str], Option("--model", help=f"Of {', '.join(MODELS)}; repeat.")
+    ] = MODELS,
+    learning_rates: Annotated[list[float], Option("--lr", help="Learning rate; repeat.")] = RATES,
+    weight_decays: Annotated[list[float], Option("--decay", help="Weight decay; repeat.")] = DECAYS,
+    seeds: Annotated[list[int], Option("--seed", help="Of weights and order; repeat.")] = SEEDS,
+    d_model: Annotated[int, Option("--width", help="Of the layer, a multiple of 8.")] = 128,
     train_rows: Annotated[int | None, Option(help="Rows to train on; default: MAD's.")] = None,
     test_rows: Annotated[int | None, Option(help="Rows to test on; default: MAD's.")] = None,
     batch_size: Annotated[int, Option(help="Rows a step.")] = 128,
@@ -59,7 +53,7 @@ def synthetic(
     Without options: MAD's six tasks and copying in full, many GPU hours. A folder goes on where it
     was left.
     """
-    given = {FIELDS.get(name, name): value for name, value in locals().items()}
+    given = locals().copy()
     from mezzo_core.reproduction.figures import draw_result
     from mezzo_core.reproduction.measurement import read_result
     from mezzo_core.reproduction.tables import format_value
