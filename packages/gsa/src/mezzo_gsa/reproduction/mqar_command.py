@@ -1,10 +1,10 @@
 """`mezzo-gsa mqar`: the sweep as a command.
 
-Its help, which needs no torch, says the defaults in words; a test compares them with the protocols.
+The protocols' defaults are repeated here, so that help needs no torch; a test compares them.
 """
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from mezzo_core.console import show, show_table
 from mezzo_core.errors import UserError, nearest
@@ -13,12 +13,8 @@ from mezzo_core.paths import expanded
 from typer import Option
 
 NAMES = ("attention", "gsa", "gsa_one_head", "gla", "hgrn2", "retnet")
+MODELS, WIDTHS = [name for name in NAMES if name != "gsa_one_head"], [64, 128, 256, 512]
 RATES = "0.0001 0.000464 0.00215 0.01; authors: 0.002 0.001 0.005 0.0005 0.01 0.0001"
-
-
-def part(text: str, default: str, *word: str) -> Any:
-    """Return an option that replaces a part of the protocol, which has this default."""
-    return Option(*word, help=text, show_default=default)
 
 
 def mqar(
@@ -27,30 +23,25 @@ def mqar(
     ] = Path("mqar"),
     protocol: Annotated[str, Option(help="Of zoology, authors.")] = "zoology",
     models: Annotated[
-        list[str] | None,
-        part(f"Of {', '.join(NAMES)}; repeat.", "attention gsa gla hgrn2 retnet", "--model"),
-    ] = None,
-    widths: Annotated[
-        list[int] | None, part("Model width; repeat.", "64 128 256 512", "--width")
-    ] = None,
+        list[str], Option("--model", help=f"Of {', '.join(NAMES)}; repeat.")
+    ] = MODELS,
+    widths: Annotated[list[int], Option("--width", help="Model width; repeat.")] = WIDTHS,
     learning_rates: Annotated[
-        list[float] | None, part("Learning rate; repeat.", RATES, "--lr")
+        list[float] | None, Option("--lr", help="Learning rate; repeat.", show_default=RATES)
     ] = None,
-    skip_solved: Annotated[
-        bool | None, part("After a rate has solved it, try no others.", "False")
-    ] = None,
-    seq_len: Annotated[int | None, part("Tokens a row.", "512")] = None,
-    num_pairs: Annotated[int | None, part("Pairs a row.", "64")] = None,
-    vocab_size: Annotated[int | None, part("Tokens known.", "8192")] = None,
+    skip_solved: Annotated[bool, Option(help="After a rate has solved it, try no others.")] = False,
+    seq_len: Annotated[int, Option(help="Tokens a row.")] = 512,
+    num_pairs: Annotated[int, Option(help="Pairs a row.")] = 64,
+    vocab_size: Annotated[int, Option(help="Tokens known.")] = 8192,
     train_pairs: Annotated[list[int] | None, Option(help="Pairs to train on; repeat.")] = None,
-    train_rows: Annotated[int | None, part("Rows to train on.", "100000")] = None,
-    test_rows: Annotated[int | None, part("Rows to test on.", "3000")] = None,
-    batch_size: Annotated[int | None, part("Rows a step.", "128")] = None,
-    epochs: Annotated[int | None, part("At most.", "64")] = None,
-    seed: Annotated[int | None, part("Of weights and order.", "123")] = None,
-    precision: Annotated[str | None, part("fp32, bf16 or auto.", "fp32")] = None,
-    compile: Annotated[bool | None, part("Use torch.compile.", "False")] = None,
-    cuda_graph: Annotated[bool | None, part("Replay steps as CUDA graphs.", "False")] = None,
+    train_rows: Annotated[int, Option(help="Rows to train on.")] = 100_000,
+    test_rows: Annotated[int, Option(help="Rows to test on.")] = 3_000,
+    batch_size: Annotated[int, Option(help="Rows a step.")] = 128,
+    epochs: Annotated[int, Option(help="At most.")] = 64,
+    seed: Annotated[int, Option(help="Of weights and order.")] = 123,
+    precision: Annotated[str, Option(help="fp32, bf16 or auto.")] = "fp32",
+    compile: Annotated[bool, Option(help="Use torch.compile.")] = False,
+    cuda_graph: Annotated[bool, Option(help="Replay steps as CUDA graphs.")] = False,
     jobs: Annotated[int, Option(min=1, help="Trainings at the same time, over all GPUs.")] = 1,
     device: Annotated[str | None, Option(help="cpu, cuda or cuda:N.")] = None,
 ) -> None:
