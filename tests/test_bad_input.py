@@ -163,6 +163,7 @@ BAD_OPTIONS = [
     ("bench", "--out", "FILE/results"),
     ("reproduce", "--out", "FILE"),
     ("reproduce", "--out", "~no such user/x"),
+    ("reproduce", "--out", ""),
     ("bench", "--out", "~no such user/x"),
     ("reproduce", "--out", "FILE/report"),
     ("convert", "--seed", str(2**64)),

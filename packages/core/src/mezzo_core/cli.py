@@ -12,6 +12,7 @@ import platform
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -96,10 +97,13 @@ def make_app(paper: Paper) -> typer.Typer:
 
 def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line; a user's error is one line on stderr and exit code 2."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if "--out=" in given or ("--out", "") in pairwise(given):  # an unset variable of a shell
+        _fail("--out must name a folder, got ''")
     try:
         code = app(args=arguments, prog_name=app.info.name or None, standalone_mode=False)
     except _USAGE_ERROR as error:
-        if not (sys.argv[1:] if arguments is None else arguments):  # no arguments: show the help
+        if not given:  # show the help
             error.show()  # type: ignore[attr-defined]
             sys.exit(2)
         _fail(error.format_message())  # type: ignore[attr-defined]

@@ -219,6 +219,9 @@ DAMAGE = {
     "must be one of mezzo, llama, mistral, qwen2, qwen3, got 'gpt2'": lambda folder: change(
         folder, lambda config: config.update(model_type="gpt2")
     ),
+    "got None .a run of mezzo needs no import": lambda folder: change(
+        folder, lambda config: config.pop("model_type")
+    ),
     '"lm" is missing': lambda folder: change(folder, lambda config: config.pop("lm")),
     "has no field 'depth'": lambda folder: change(
         folder, lambda config: config["lm"].update(depth=3)

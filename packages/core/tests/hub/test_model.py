@@ -175,6 +175,17 @@ def test_the_logits_of_any_places_can_be_asked_for(model, use_cache):
     assert torch.equal(ask(logits_to_keep=3).logits, ask().logits[:, -3:])
 
 
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_one_kept_logit_is_that_of_a_row_s_last_real_token(model, use_cache, hidden):
+    mask = torch.ones_like(TOKENS)
+    mask[1, 12:] = 0
+    ask = partial(model, TOKENS, attention_mask=mask, use_cache=use_cache)
+    found = ask(logits_to_keep=1, output_hidden_states=hidden).logits
+    for row, last in enumerate([TOKENS.shape[1] - 1, 11]):
+        torch.testing.assert_close(found[row, 0], ask().logits[row, last])
+
+
 def test_what_is_no_number_of_places_is_refused(model):
     assert model(TOKENS, logits_to_keep=np.int64(1)).logits.shape[1] == 1
     with pytest.raises(TypeError, match="list"):
@@ -436,6 +447,11 @@ def test_an_assistant_has_no_embeddings_to_go_on_from(model, given):
     given = {"inputs_embeds": model.lm.embed(TOKENS[:1]), "max_new_tokens": 5, **given}
     with pytest.raises(UserError, match="give input_ids, and no inputs_embeds"):
         model.generate(assistant_model=drafting(built(), 5), **given)
+
+
+def test_a_first_part_of_the_model_is_no_assistant(model):
+    with pytest.raises(UserError, match="assistant_early_exit must be None"):
+        model.generate(TOKENS[:1], max_new_tokens=5, assistant_early_exit=1)
 
 
 def test_the_prompt_itself_proposes_tokens(model):

@@ -275,6 +275,18 @@ def test_training_compiles_into_one_graph(name):
     assert mixer.wq.weight.grad.isfinite().all()
 
 
+def test_one_graph_serves_segments_of_every_length():
+    torch._dynamo.reset()
+    mixer, x = build("window").eval(), torch.randn(2, 41, C)
+    compiled = torch.compile(mixer, fullgraph=True, dynamic=True, backend="eager")
+    state, found = mixer.init_state(2), []
+    with torch.no_grad():
+        for part in x.split([9, 5, 27], dim=1):
+            y, state = compiled(part, state)
+            found.append(y)
+        assert_close("y", torch.cat(found, 1), mixer(x)[0], rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -319,6 +319,8 @@ def test_a_missing_file_is_named(saved, allow):
     assert_refused(saved.parent / "other", allow, "other", "config.json is missing")
     (saved / "model.safetensors").unlink()
     assert_refused(saved, allow, "model.safetensors is missing")
+    (saved / "config.json").write_text('{"model_type": "mezzo"}')
+    assert_refused(saved, allow, "make it a run first, by import")
     (saved / "config.json").unlink()
     assert_refused(saved, allow, "config.json is missing")
 

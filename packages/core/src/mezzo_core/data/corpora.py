@@ -180,7 +180,9 @@ def _clear_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error.reason}") from error
+        before = error.object[: error.start].decode(errors="replace")[-20:]
+        where = f"0x{error.object[error.start]:02x} after {before!r}"
+        raise UserError(f"{path} is not UTF-8 text: {error.reason} {where}") from error
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot read {path}: {reason}") from error

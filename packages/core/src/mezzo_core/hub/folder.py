@@ -117,7 +117,10 @@ def import_model(
         readers |= dict.fromkeys(layout.kinds, layout.read)
     if kind not in readers:
         known = ", ".join([MezzoConfig.model_type, *readers])
-        raise UserError(f'{folder}/config.json: "model_type" must be one of {known}, got {kind!r}')
+        hint = " (a run of mezzo needs no import)" if kind is None else ""
+        raise UserError(
+            f'{folder}/config.json: "model_type" must be one of {known}, got {kind!r}{hint}'
+        )
     _import_published(folder, out, *readers[kind](folder))
 
 

@@ -114,7 +114,7 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
                 label of a token is what is predicted at the token before it.
             use_cache: whether to return a cache; by default, if one was given.
             logits_to_keep: give the logits of this many last positions, or of those positions if it
-                is a tensor; 0 for all.
+                is a tensor; 0 for all, 1 for each row's last real token.
             num_items_in_batch: what to divide the sum of the losses by; by default, how many labels
                 count.
             inputs_embeds: (B, T, C), in place of `input_ids`.
@@ -162,9 +162,10 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             loss = _loss(logits, labels, padding, num_items_in_batch)
-        if padding is not None and logits.shape[1] == tokens.shape[1]:
-            logits = padding.in_place(logits)
+        if padding is not None:
             hidden = hidden and [padding.in_place(each) for each in hidden]
+            if logits.shape[1] == tokens.shape[1]:
+                logits = padding.last(logits) if count == 1 else padding.in_place(logits)
         logits = logits[:, logits_to_keep if keeps_places else slice(-count, None)]
         kept = None if use_cache is False else cache
         states = None if hidden is None else tuple(hidden)
@@ -227,6 +228,8 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
         if kind not in (None, "dynamic", "dynamic_full", "static"):
             raise UserError(f"cache_implementation must be static, dynamic or None, got {kind!r}")
         room = room_to_go_back(generation_config, generation_mode)
+        if generation_config.assistant_early_exit is not None:
+            raise UserError("assistant_early_exit must be None: a first part is no model here")
         has_assistant = room and not generation_config.prompt_lookup_num_tokens
         if has_assistant and model_kwargs.get("inputs_embeds") is not None:
             raise UserError("an assistant model reads tokens: give input_ids, and no inputs_embeds")

@@ -38,6 +38,11 @@ class Padding(NamedTuple):
         """Move y (B, T, C) back to where its tokens were."""
         return y.gather(1, self.order.argsort(1)[:, :, None].expand_as(y))
 
+    def last(self, y: Tensor) -> Tensor:
+        """Return each moved row's last real token, (B, 1, C); any token of a row without one."""
+        last = (self.lengths - 1).clamp(min=0)[:, None, None]
+        return y.gather(1, last.expand(-1, 1, y.shape[2]))
+
     def is_end(self) -> Tensor:
         """Tell which places of a moved row are padding, (B, T)."""
         places = torch.arange(self.real.shape[1], device=self.real.device)

@@ -315,7 +315,8 @@ def _read_description(path: Path) -> dict[str, Any]:
         raise UserError(f"no model in {path.parent}: {path.name} is missing")
     found = {"extra": {}, "weights_crc32": None, **read_json(path)}
     if "config" not in found:
-        raise UserError(f'{path} is no description of a model: it has no "config"')
+        hint = ": make it a run first, by import" if "model_type" in found else ""
+        raise UserError(f'{path} is no description of a model: it has no "config"{hint}')
     if not isinstance(found["extra"], dict):
         raise UserError(f'{path}: "extra" must be a JSON object')
     if type(found["weights_crc32"]) not in (int, type(None)):

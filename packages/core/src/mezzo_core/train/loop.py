@@ -334,7 +334,7 @@ def _refuse_divergence(row: StepRow, run: _Run) -> None:
     raise DivergenceError(
         f"training diverged at step {row['step']} ({place}): loss {row['loss']:.4g}, gradient norm "
         f"{row['grad_norm']:.4g}; {run.checkpoints.describe_newest()}; "
-        f"a lower lr than {config.optim.lr:g} or a longer warm-up may help"
+        f"start over (train --fresh) with a lower lr than {config.optim.lr:g} or a longer warm-up"
     )
 
 

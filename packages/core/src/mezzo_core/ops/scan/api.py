@@ -92,7 +92,7 @@ def _check(
     if initial_state is not None:
         check_floating("linear_scan", "initial_state", initial_state)
     fits = a.ndim == x.ndim >= 2 and a.shape[:2] == x.shape[:2]
-    if not fits or any(n not in (1, m) for n, m in zip(a.shape[2:], x.shape[2:], strict=True)):
+    if not fits or any(n != 1 and n != m for n, m in zip(a.shape[2:], x.shape[2:], strict=True)):
         raise ValueError(
             "linear_scan: a and x must have one shape (B, T, *), where a may have axes of 1 "
             f"after T, got a {tuple(a.shape)} and x {tuple(x.shape)}"
