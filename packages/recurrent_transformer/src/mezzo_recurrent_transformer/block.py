@@ -33,7 +33,7 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.api import RecurrentImpl
 
 @dataclass(frozen=True)
 class RecurrentBlockConfig(LayerConfig):
-    """Describes a `RecurrentBlock`; further attributes are those of `LayerConfig`.
+    """Describes a `RecurrentBlock`; see `LayerConfig` for its other attributes.
 
     Attributes:
         persistent_norm: whether the persistent pair is made from normalized outputs. False is the
@@ -210,7 +210,7 @@ def stack_weights(layers: tuple[RecurrentBlock, ...]) -> LayerWeights:
     """Return the layers' weights, stacked; gradients flow back to each layer's own.
 
     Raises:
-        TypeError: if a part of a layer does more than its weight says.
+        TypeError: if a part of a layer has a bias, hooks or a forward of its own.
     """
     for layer in layers:
         _check_parts(layer)
@@ -234,7 +234,7 @@ def stack_weights(layers: tuple[RecurrentBlock, ...]) -> LayerWeights:
 
 
 def _weight(part: Any) -> Tensor:
-    """Return a part's weight, as numbers; with an adapter around it, that of both together."""
+    """Return a part's weight, dequantized, or the one of a part and its adapter together."""
     if not _is_adapted(part):
         # It need not be a parameter: torch.func and parametrizations have plain tensors.
         weight = part.weight
@@ -247,7 +247,7 @@ def _weight(part: Any) -> Tensor:
 
 
 def _is_adapted(part: nn.Module) -> bool:
-    """Tell whether a part is PEFT's: a matrix, the `base_layer`, inside an adapter."""
+    """Tell whether PEFT has put an adapter around a part, which is then its `base_layer`."""
     return isinstance(part._modules.get("base_layer"), nn.Linear)
 
 
@@ -268,7 +268,7 @@ def _check_keeps_state(config: RecurrentBlockConfig) -> None:
 
 
 def _check_parts(layer: RecurrentBlock) -> None:
-    """Check that each part does what the op does with its weight: the parts are never called."""
+    """Check that each part computes what the op does with its weight: the op never calls it."""
     _check_part("mlp", layer.mlp, (GELUMLP.forward,))
     for name in ("wq", "wk", "wv", "wo", "mlp.up", "mlp.down"):
         part = layer.get_submodule(name)
@@ -281,7 +281,7 @@ def _check_parts(layer: RecurrentBlock) -> None:
 
 
 def _check_adapter(name: str, part: nn.Module) -> None:
-    """Check that what an adapter computes is one matrix, the same for all tokens."""
+    """Check that an adapter multiplies every token by the same matrix."""
     for inner in part.modules():
         if inner._parameters.get("bias") is not None:
             raise TypeError(f"{name} must have no bias, its adapter's neither")
@@ -293,7 +293,7 @@ def _check_adapter(name: str, part: nn.Module) -> None:
 
 
 def _check_part(name: str, part: nn.Module, forwards: tuple[Any, ...]) -> None:
-    # Pruning and the old weight_norm set it before a part's forward, which never comes.
+    # Pruning and the old weight_norm set it in a hook before the forward, which is never called.
     if "weight" in part.__dict__:  # torch 2.8 cannot trace vars()
         raise TypeError(f"{name}.weight is set by a hook: use torch.nn.utils.parametrize")
     has_bias = part._parameters.get("bias") is not None

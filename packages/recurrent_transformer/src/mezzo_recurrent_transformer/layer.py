@@ -57,13 +57,10 @@ class LayerConfig:
 
 
 def init_as_released(attention: Any, mlp: GELUMLP, layer: int) -> None:
-    """Draw a layer's matrices as the released code does.
+    """Draw the matrices of layer l = 0, 1, ... as the released code does.
 
-    Args:
-        attention: the module with wq, wk, wv and wo.
-        mlp: the layer's MLP.
-        layer: l, the layer's index from 0: wo and down, which end a branch, start smaller by
-            1 / sqrt(2 (l + 1)).
+    wo and down, which end a branch, start smaller by 1 / sqrt(2 (l + 1)). `attention` is the module
+    with wq, wk, wv and wo.
     """
     for matrix in (attention.wq, attention.wk, attention.wv, attention.wo, mlp.up, mlp.down):
         std = matrix.in_features**-0.5

@@ -34,8 +34,8 @@ from mezzo_recurrent_transformer.transformer import TransformerBlockConfig
 class Hyperparameters(AbstractHyperparameters):
     """The hyperparameters that all architectures of one comparison share.
 
-    `micro_batch_size` is that of the Transformer's training. A recurrent layer works on one token
-    of all its sequences at a time and needs them all to be fast (section "MLPs and batch size").
+    `micro_batch_size` is for the Transformer alone. A recurrent layer works on one token of all its
+    sequences at a time, and needs them all to be fast (section "MLPs and batch size").
     """
 
     num_layers: int
@@ -50,7 +50,7 @@ ARCHITECTURES: Mapping[str, AnyLayer] = {
     "recurrent_b32": RecurrentBlockConfig(block_size=32),
     "recurrent_raw": RecurrentBlockConfig(persistent_norm=False),
 }
-"""The layer of each architecture; its width of heads is that of the size.
+"""The layer of each architecture; the size sets its head_dim.
 
 `_b8` and `_b32` run blocks of 8 or 32 tokens at once (the paper's future work). `_raw` makes the
 persistent pairs from outputs that are not normalized (appendix "RMSNorm Ablation").
@@ -111,9 +111,9 @@ def small(num_layers: int, d_model: int) -> Hyperparameters:
 def paper(num_layers: int, d_model: int, steps: int) -> Hyperparameters:
     """One of the paper's sizes (appendix "C4 pretraining experiments"): 262,144 tokens a step.
 
-    T5's tokenizer has 32,100 tokens; the embedding has 32,128 rows, as T5's own. Of the paper's
-    sweep these are the best learning rate and the first beta_2; that the cosine ends at a tenth of
-    the peak, and the clipping, are those of its released code.
+    T5's tokenizer has 32,100 tokens; the embedding has 32,128 rows, as T5's own. The learning rate
+    is the best of the paper's sweep, and beta_2 its first. The cosine's end, a tenth of the peak,
+    and the clipping are those of the released code.
     """
     return Hyperparameters(
         vocab_size=32_128,

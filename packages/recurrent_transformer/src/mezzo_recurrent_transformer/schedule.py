@@ -1,7 +1,7 @@
 """The tiled schedule of the paper's Algorithm 1, as a list of tiles and as a forward in PyTorch.
 
-The algorithm is here as the paper runs it: eager PyTorch without kernels of its own, a few launches
-for each token. It is what our own op is compared with, and what is counted.
+The algorithm runs here as in the paper: eager PyTorch without kernels of its own, a few launches
+for each token. Our own op is compared with it, and tests count its loads and launches.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The Transformer that the paper compares with: core's block of attention, as the paper has it."""
+"""The Transformer that the paper compares with, built from core's block of attention."""
 
 from dataclasses import dataclass
 

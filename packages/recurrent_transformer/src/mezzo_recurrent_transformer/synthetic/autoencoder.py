@@ -3,7 +3,7 @@
     z = encoder(x)[last];   y[i] = GELU(W2 norm(GELU(W1 norm(z + p[i]))))
 
 p[i] is the fixed code of a position by sines and cosines. The paper says only that it keeps MAD's
-models, so this is our reading of its runs: the encoder is the one layer that is compared.
+models, so this is our reading of its runs: the encoder is the one layer under comparison.
 """
 
 from dataclasses import dataclass
@@ -45,8 +45,8 @@ class AutoEncoderConfig:
 class AutoEncoder(AbstractStack):
     """Tells each token of a row from the encoder's output at the last one.
 
-    So it is not causal, it predicts no next token, and it has no state: what the contract says of
-    segments, packed rows and decoding is refused.
+    So it is not causal, predicts no next token, and has no state. It refuses states and packed
+    rows, and cannot decode.
     """
 
     def __init__(self, d_model: int, config: AutoEncoderConfig) -> None:

@@ -54,14 +54,14 @@ class SelectiveCopyingConfig(AbstractTask):
 class CopyingConfig(AbstractTask):
     """Strings of letters and their copies (Jelassi et al. 2024, arXiv 2402.01032).
 
-    The last four tokens are `$`, `|`, `.` and filler. A row to train on is filled with strings, of
-    which a cut one has no targets; a test row has one string, and then filler, so that a row is
-    right if its string is. The paper does not say how long its strings are: these are the
+    The last four tokens are `$`, `|`, `.` and filler. A training row is filled with strings; the
+    last has no targets if it is cut off. A test row has one string, and then filler, so that a row
+    is right if its string is. The paper does not say how long its strings are: these are the
     defaults of the released code.
 
     Attributes:
-        min_letters: of a string.
-        max_letters: of a string. Lengths are drawn uniformly, for training and the test alike.
+        min_letters: letters of the shortest string.
+        max_letters: of the longest. Lengths are drawn uniformly, for training and the test alike.
     """
 
     vocab_size: int = 30
@@ -71,7 +71,7 @@ class CopyingConfig(AbstractTask):
 
     @property
     def name(self) -> str:
-        """Of the task, which is not MAD's."""
+        """The task's name; the task is not one of MAD's."""
         return "copying"
 
     def rules(self) -> Mapping[str, tuple[bool, str]]:

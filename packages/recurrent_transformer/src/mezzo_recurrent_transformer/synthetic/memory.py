@@ -50,7 +50,7 @@ class MemorizationConfig(AbstractTask):
         value_of = self.value_of()
         keys, pairs = list(value_of), self.seq_len // 2
         while True:
-            draws.below(pairs)  # MAD draws a place here, of which nothing comes
+            draws.below(pairs)  # MAD draws a place here, and never uses it
             shown = [keys[draws.below(len(keys))] for _ in range(pairs)]
             inputs = np.full((pairs, 2), self.vocab_size - 1)
             targets = np.full((pairs, 2), NO_TARGET)
@@ -62,8 +62,8 @@ class MemorizationConfig(AbstractTask):
 class CompressionConfig(AbstractTask):
     """Random tokens and a bar. The targets are the inputs, the bar among them, as in MAD.
 
-    A model that sees its inputs has nothing to do. Here it is the last token's vector alone, behind
-    the bar, that tells the whole row: see `AutoEncoderConfig`.
+    A model that sees its inputs has nothing to do, so `AutoEncoderConfig` tells the whole row from
+    one vector: the encoder's output at the bar.
     """
 
     seq_len: int = 32

@@ -1,4 +1,4 @@
-"""Recall in context: keys and their values, which come again with the same value.
+"""Recall in context: keys with values, where a key comes again with the same value.
 
     in-context  k1 v1 k2 v2 k1 v1 k3 v3 ...     a key or a value is one token
     noisy       the same with pairs of noise between them
@@ -64,7 +64,7 @@ class RecallConfig(AbstractTask):
         """Return tokens, and the values of known keys in their places."""
         first_noise = self.vocab_size - self.num_noise
         num_keys = first_noise // 2
-        kept = draws.below(self.seq_len // 2)  # a place for no noise; drawn without noise too
+        kept = draws.below(self.seq_len // 2)  # a pair spared from noise; drawn without noise too
         known: dict[int, int] = {}
         tokens: list[int] = []
         values: list[int] = []
@@ -166,7 +166,7 @@ class _Motifs:
         self._motifs, self._order = motifs, order
 
     def length(self, draws: Draws) -> int:
-        """Draw which of the lengths; nothing is drawn where there is but one."""
+        """Draw the index of a length; if there is only one, nothing is drawn."""
         return draws.below(len(self._motifs)) if len(self._motifs) > 1 else 0
 
     def draw(self, draws: Draws, length: int) -> tuple[int, ...]:

@@ -38,12 +38,12 @@ class Draws(NamedTuple):
 
 
 Row = tuple[list[int], list[int]]
-"""The inputs and the targets of a row, which are as many."""
+"""The inputs and the targets of a row, equally many."""
 
 
 @dataclass(frozen=True)
 class AbstractTask(ABC):
-    """A task, as what a run reads: rows to train on, and other rows to be tested on.
+    """A task as a source of data: rows to train on, and other rows to test on.
 
     Test rows are drawn after those to train on from the same generators, so they differ.
 

@@ -63,8 +63,8 @@ def recurrent_layers(
     the `past` that is returned; there is no double backward. For the backward only the inputs and
     outputs of the layers are kept.
 
-    Products are computed in the dtype of the weights, or, but for float64, in that of autocast; the
-    residual stream, norms, softmax and sums in float32 (float64 for float64). Repeated runs are
+    Products are computed in the dtype of the weights, or in autocast's, which leaves float64 alone;
+    the residual stream, norms, softmax and sums in float32 (float64 for float64). Repeated runs are
     equal to the bit. On a GPU, CUDA graphs of the steps, and for small batches of whole calls, keep
     the memory that they need.
 
@@ -126,7 +126,7 @@ def recurrent_layers(
 
 
 def _resolve(impl: Any, x: Tensor, dtype: torch.dtype, num_heads: int) -> str:
-    """Turn the caller's `impl` into what computes."""
+    """Return the implementation that computes the call."""
     if not isinstance(impl, str) or impl not in get_args(RecurrentImpl):
         raise ValueError(f"{OP}: impl must be one of {get_args(RecurrentImpl)}, got {impl!r}")
     unsupported = None
@@ -166,7 +166,7 @@ def _checked_form(
 
 
 def _checked_weights(weights: Any, x: Tensor, norm: Norm) -> LayerWeights:
-    """Check all weights; return them without those of norms if there are no norms."""
+    """Check all weights; those of norms must be None if there are no norms."""
     if not isinstance(weights, LayerWeights):
         raise TypeError(f"{OP}: weights must be LayerWeights, got {type(weights).__name__}")
     _WEIGHTS.check(OP, *weights, of="weights.", device=x.device, C=x.shape[2])

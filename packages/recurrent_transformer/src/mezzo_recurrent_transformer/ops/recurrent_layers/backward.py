@@ -38,12 +38,12 @@ class Kept(NamedTuple):
     """The inputs and outputs of all layers, as the forward keeps them."""
 
     x: Tensor
-    """Of one layer its inputs (B, T, C); of several (n + 1, B, T, C), x and all layers' outputs."""
+    """For one layer its inputs (B, T, C); for several x and all outputs, (n + 1, B, T, C)."""
     z: Tensor | None
-    """Of one layer its outputs; of several None: those of a layer are the inputs of the next."""
+    """For one layer its outputs; for several None: a layer's outputs are the next one's inputs."""
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Kept":
-        """Return `change` of both."""
+        """Apply `change` to both."""
         return Kept(change(self.x), None if self.z is None else change(self.z))
 
 
@@ -55,17 +55,14 @@ class Gradients(NamedTuple):
     weights: Matrices
     """In float32 (float64 for float64)."""
     past: Pairs | None
-    """Of k and v (n, B, P, C)."""
+    """The gradients of k and v (n, B, P, C)."""
 
 
 def backward(dz: Tensor, dpairs: Pairs | None, kept: Kept, call: Call) -> Gradients:
-    """Compute all gradients.
+    """Compute all gradients from what the forward of a call kept.
 
-    Args:
-        dz: (B, T, C), of the last layer's outputs.
-        dpairs: of the persistent pairs (n, B, P + T, C) that a forward with a past gives.
-        kept: of the forward.
-        call: likewise.
+    `dz` (B, T, C) is the gradient of the last layer's outputs. `dpairs` are those of the persistent
+    pairs (n, B, P + T, C), which a forward with a past returns.
     """
     (B, T, _), n = dz.shape, call.weights.o.shape[0]
     acc = accumulation_dtype(call.weights.o.dtype)
@@ -87,7 +84,7 @@ def backward(dz: Tensor, dpairs: Pairs | None, kept: Kept, call: Call) -> Gradie
             copy_rows(own, tiling.view(of_layers, tile))
         again = _forward_again(inputs, work, keys)
 
-        # What comes from above and from later tokens, and then the steps.
+        # First the gradients from the layer above and from later tokens, then the steps.
         if tile.end == n:
             begin = (tile.step - n + 1) * S
             t.dstream[-1] = dz[:, begin : begin + S].transpose(0, 1)
@@ -112,7 +109,7 @@ def backward(dz: Tensor, dpairs: Pairs | None, kept: Kept, call: Call) -> Gradie
 
 
 class Again(NamedTuple):
-    """What of a tile's forward only the gradients of weights and inputs need."""
+    """The part of a tile's forward that only the gradients of weights and inputs need."""
 
     normed: Tensor
     """(m, S, B, C): n1(x)."""
@@ -153,7 +150,7 @@ def _pairs_normed(outputs: Tensor, w: Matrices, work: BackwardWork) -> Tensor:
 def _room_for_queries(pairs: Pairs, of_all: BackwardWork) -> Later:
     """Return room for the queries of all tokens: q, do (n, B, padded T, C), lse and delta.
 
-    A token's query takes the place of its pair, which no earlier token attends to.
+    A token's query overwrites its pair: only later tokens attend to the pair, and they are done.
     """
     shape, dtype = (*pairs.k.shape[:3], of_all.form.num_heads), of_all.buffers.delta.dtype
     lse, delta = (pairs.k.new_empty(shape, dtype=dtype) for _ in range(2))
@@ -167,7 +164,7 @@ def _later(queries: Later, tile: Tile, S: int) -> Later:
 
 
 def _forward_again(inputs: Tensor, work: BackwardWork, keys: Keys) -> Again:
-    """Fill the buffers with the rest of a tile's forward; its pairs are known, so nothing waits."""
+    """Compute the rest of a tile's forward, at once: its persistent pairs are known."""
     t, at, w, form = work.buffers, work.buffers.attending, work.w, work.form
     pairs_normed = _pairs_normed(t.z, w, work)
     product(pairs_normed, w.kv[:, : at.q.shape[-1]], t.raw)
@@ -196,7 +193,7 @@ def run_tile_bwd(work: BackwardWork) -> None:
 
 
 def _mlp_step_bwd(work: BackwardWork, rows: slice) -> None:
-    """Go back from the pairs and the outputs of a step's tokens to their attention outputs."""
+    """Backpropagate from the pairs and the outputs of a step to its attention outputs."""
     t, w, form, parts = work.buffers.of_step(rows), work.w, work.form, work.parts
     r, dz = form.residual_scale, torch.empty_like(t.h)
     partial = parts.product_partial(t.dpair, w.kv.mT, t.dnormed)
@@ -212,7 +209,7 @@ def _mlp_step_bwd(work: BackwardWork, rows: slice) -> None:
 def _inputs_and_weights_bwd(
     inputs: Tensor, work: BackwardWork, again: Again, sums: Matrices, keys: Keys
 ) -> None:
-    """Go back through queries and temporary pairs, and add to all weights' gradients."""
+    """Backpropagate through queries and temporary pairs; add to the gradients of all weights."""
     t, at, w, form, parts = work.buffers, work.buffers.attending, work.w, work.form, work.parts
     dqkv = torch.empty_like(again.qkv)
     parts.attend_tile_bwd(work, keys, dqkv)
@@ -239,7 +236,7 @@ def _inputs_and_weights_bwd(
 
 
 def _add_outer(total: Tensor, dy: Tensor, x: Tensor) -> None:
-    """Add the gradient of the weight of `product` to `total` (m, N, K), in its precision."""
+    """Add the gradient of a product's weight to `total` (m, N, K), in the precision of `total`."""
     add_product(total, dy.flatten(1, -2).mT, x.flatten(1, -2))
 
 
@@ -256,7 +253,7 @@ def _past_bwd(
 
 
 def of_past(dpairs: Pairs, past: Past) -> Pairs:
-    """Return what gradients like k (n, B, P + T, C) have for the pairs of earlier calls."""
+    """Return the part of `dpairs` (n, B, P + T, C) for the pairs of earlier calls, else 0."""
     P = past.k.shape[2]
     seen = (torch.arange(P, device=past.lengths.device) < past.lengths[:, None])[..., None]
     return Pairs(*(given[:, :, :P].where(seen, 0) for given in dpairs))

@@ -1,4 +1,4 @@
-"""What a stack of recurrent layers computes, with which weights, and after which tokens."""
+"""The arguments of a stack of recurrent layers: its options, its weights, and its past."""
 
 from typing import Any, Literal, NamedTuple
 

@@ -27,14 +27,14 @@ class Forward(NamedTuple):
     """What the forward gives."""
 
     stream: Tensor
-    """(`kept(n)`, B, padded T, C): the outputs of all layers; of several layers, x before them."""
+    """(`kept(n)`, B, padded T, C): all layers' outputs, after x if there are several layers."""
     k: Tensor
     """(n, B, P + padded T, C): the persistent keys, those of the past first."""
     v: Tensor
 
 
 def kept(n: int) -> int:
-    """Return the length of `Forward.stream`, in which all layers' inputs and outputs are views."""
+    """Return the length of `Forward.stream` for n layers."""
     return n + 1 if n > 1 else n
 
 
@@ -70,11 +70,13 @@ def project(inputs: Tensor, work: ForwardWork | BackwardWork) -> tuple[Tensor, T
     Returns:
         The normalized inputs; and q, k and v before the norms of q and k, (m, S, B, 3C).
     """
-    at = work.buffers.attending
+    at, w, form = work.buffers.attending, work.w, work.form
+    C = inputs.shape[-1]
     normed = torch.empty_like(at.q)
-    work.parts.normed(inputs, work.w.n1, work.form, normed)
-    raw = product(normed, work.w.qkv)
-    work.parts.split_qkv(raw, work.w, work.form, at)
+    work.parts.normed(inputs, w.n1, form, normed)
+    raw = product(normed, w.qkv)
+    work.parts.normed(raw[..., :C], w.q_norm, form, at.q)
+    work.parts.split_pair(raw[..., C:], w.k_norm, form, at.kt, at.vt)
     return normed, raw
 
 
@@ -89,7 +91,7 @@ def run_tile(work: ForwardWork) -> None:
 
 
 def run_leaf(work: ForwardWork, leaf: range) -> None:
-    """Run the steps of a leaf: what must be done one token, or block, after another."""
+    """Run the steps of a leaf: its tokens, or blocks, one after another."""
     (stream, at), b = work.buffers, work.form.block_size
     a = torch.empty_like(at.q[:, :b])
     kv = None
@@ -104,11 +106,8 @@ def run_leaf(work: ForwardWork, leaf: range) -> None:
 def mlp_step(a: Tensor, x: Tensor, work: ForwardWork, z: Tensor) -> Tensor:
     """Write the outputs z of a step's tokens, and return Wk n and Wv n (m, b, B, 2C) of n = n1(z).
 
-    Args:
-        a: (m, b, B, C), the attention's outputs before Wo.
-        x: likewise, the layers' inputs.
-        work: the workspace.
-        z: written, the layers' outputs; one layer's may be where the next one's inputs are.
+    a, x and z are (m, b, B, C): the attention's outputs before Wo, the layers' inputs, and their
+    outputs. A layer's outputs may overwrite the inputs of the next.
     """
     w, form, parts = work.w, work.form, work.parts
     r, n = form.residual_scale, torch.empty_like(a)

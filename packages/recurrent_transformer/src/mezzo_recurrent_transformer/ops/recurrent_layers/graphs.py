@@ -1,4 +1,4 @@
-"""CUDA graphs of a tile's steps, and of whole calls that are so small that the host is too slow."""
+"""CUDA graphs: of a tile's steps, and of whole calls so small that the host could not keep up."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -10,15 +10,15 @@ from torch import Tensor
 Call = Callable[..., Sequence[Tensor | None]]
 
 LARGEST = 2**28
-"""Bytes of all layers' outputs of a call, at most: a graph keeps the memory that its call needs."""
+"""Most bytes of all layers' outputs in a captured call: a graph keeps the memory of its call."""
 REPEATED = 3
-"""A call is captured when its shapes come for this time: capturing takes longer than a call."""
+"""How often a call's shapes come until it is captured: capturing takes longer than a call."""
 KEPT = 8
-"""Shapes for which something is kept, those used last."""
+"""Entries of a `Latest`."""
 
 
 class Latest(OrderedDict[Any, Any]):
-    """What was used last, by key: at most `KEPT` of it."""
+    """A cache of the `KEPT` entries that were used last."""
 
     def take(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return what is kept for a key, or make it."""
@@ -47,7 +47,7 @@ def capture(run: Callable[[], Any], pool: Any = None) -> tuple[torch.cuda.CUDAGr
 
 
 def precision() -> tuple[Any, ...]:
-    """Return how torch's products compute: a graph goes on as it was when it was captured."""
+    """Return the settings of torch's products: a graph keeps those of its capture."""
     products = torch.backends.cuda.matmul
     has_name = hasattr(products, "fp32_precision")  # since torch 2.9
     return (
@@ -66,7 +66,7 @@ class Graphs:
         self.pool = torch.cuda.graph_pool_handle()
 
     def run(self, key: Any, work: Callable[[], None]) -> None:
-        """Do the work of a key: at first as it is, then by a graph."""
+        """Do the work of a key: the first time by a call, then by a graph."""
         if key in self.graphs:
             self.graphs[key].replay()
             return
@@ -78,7 +78,7 @@ class _Captured:
     """A call with fixed memory for its arguments."""
 
     def __init__(self, call: Call, arguments: Sequence[Tensor | None]) -> None:
-        # No call outside of inference mode may overwrite what was made in it.
+        # Calls outside of inference mode could not overwrite tensors made in it.
         with torch.inference_mode(False), torch.no_grad():
             self.arguments = [None if t is None else t.clone() for t in arguments]
         self.graph, self.results = capture(lambda: call(*self.arguments))

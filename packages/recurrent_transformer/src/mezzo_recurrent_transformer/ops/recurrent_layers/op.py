@@ -37,11 +37,11 @@ ARGUMENTS = {
     **types_of(Form),
     "impl": "str",
 }
-"""What the op takes besides x, in its order, and the types: tensors first."""
+"""The op's arguments after x, in their order, with their types; tensors come first."""
 _SCHEMA = ", ".join(f"{type_} {name}" for name, type_ in ARGUMENTS.items())
 _TENSORS = sum(type_.startswith("Tensor") for type_ in ARGUMENTS.values())
 _IN_TURN = threading.RLock()
-"""Calls share buffers and graphs: no thread may launch its work in between another's."""
+"""Calls share buffers and graphs, so one thread at a time may launch its work."""
 
 
 def parts_of(impl: str) -> Parts:
@@ -104,7 +104,7 @@ def _run(x: Tensor, call: Call, cu_seqlens: Tensor | None) -> tuple[Tensor, Tens
             k, v = (t[:, :, :slots].contiguous() for t in (found.k, found.v))
     if call.past is not None:
         k, v = (t.unflatten(-1, (call.form.num_heads, -1)) for t in (k, v))
-    # A result of its own, so that no gradient of all layers' outputs is made.
+    # A copy: the gradient of a view would be as large as the stream.
     return (stream[0], x.new_empty(0), k, v) if n == 1 else (stream[-1].clone(), stream, k, v)
 
 
@@ -141,7 +141,7 @@ def _(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _recurrent_layers_bwd(
     dz: Tensor, dk: Tensor | None, dv: Tensor | None, x: Tensor, z: Tensor | None, *arguments: Any
 ) -> list[Tensor]:
-    """Return the gradients of the tensors that `_with_gradient` names; x and z are of `Kept`."""
+    """Return the gradients of the tensors that `_with_gradient` names; x and z are `Kept`'s."""
     given = _by_name(arguments)
     with _IN_TURN, torch.autocast(x.device.type, enabled=False), torch.cuda.device_of(x):
         found = _run_bwd(dz, dk, dv, Kept(x, z), _call_of(given), given["cu_seqlens"])

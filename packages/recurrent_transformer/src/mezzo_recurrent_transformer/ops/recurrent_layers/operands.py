@@ -15,7 +15,7 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form, LayerWei
 
 
 class Matrices(NamedTuple):
-    """The weights of some layers in the dtype of the products; those of one input side by side."""
+    """The weights of some layers in the dtype of the products; q, k and v have one matrix."""
 
     qkv: Tensor
     """(n, 3C, C)."""
@@ -43,7 +43,7 @@ class Matrices(NamedTuple):
         return self.map(lambda w: w[first:end])
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Matrices":
-        """Return `change` of each weight that there is."""
+        """Apply `change` to each weight that is not None."""
         found: Any = [None if w is None else change(w) for w in self]
         return Matrices(*found)
 
@@ -78,10 +78,10 @@ class Keys(NamedTuple):
     seen: Tensor | None
     """(B,) int64: pairs of earlier calls in each row, which come first; None for none."""
     first: int
-    """Tokens of this call before the tile of the tile's first layer; S fewer for each next one."""
+    """Tokens of this call before the tile in its first layer; S fewer in each next layer."""
 
     def before(self, S: int) -> Tensor:
-        """Return (m, B), the number of visible slots: those of all tokens before the tile."""
+        """Return the number of visible slots (m, B): one for each token before the tile."""
         m, B = self.k.shape[:2]
         own = self.first - S * torch.arange(m, device=self.k.device)
         return own[:, None].expand(m, B) + (0 if self.seen is None else self.seen)
@@ -98,7 +98,7 @@ class Attending(NamedTuple):
     """Persistent keys, written step by step."""
     v: Tensor
     o: Tensor
-    """Attention to the tokens before the tile, by `attend_earlier`; then also to leaves in it."""
+    """Attention to the tokens before the tile, by `attend_earlier`; then to earlier leaves too."""
     lse: Tensor
     """(m, S, B, H), its log-sum-exp."""
 
@@ -113,19 +113,19 @@ class Later(NamedTuple):
     """(m, B, Tp, H)."""
     delta: Tensor
     begin: int
-    """The first token after the tile of the tile's first layer; S fewer for each next layer."""
+    """The first token after the tile in its first layer; S less in each next layer."""
 
 
 class ForwardBuffers(NamedTuple):
     """What the steps of a tile read and write, (n, S, B, C) with n layers.
 
-    It is fixed memory, which CUDA graphs need.
+    CUDA graphs need it at a fixed place.
     """
 
     stream: Tensor
     """(n + 1, S, B, C): layer l reads its inputs from l, and writes its outputs to l + 1.
 
-    Layer l + 1 has finished with its inputs at that place of its tile, and finds its next ones.
+    Layer l + 1 has already used its inputs at that place, and finds its next ones there.
     """
     attending: Attending
 
@@ -150,7 +150,7 @@ class ForwardBuffers(NamedTuple):
 class BackwardBuffers(NamedTuple):
     """What the steps of a tile read and write in reverse, (n, S, B, C) with n layers.
 
-    Some of it is the memory of the same call's `ForwardBuffers`, which are done with.
+    Some of it is the memory of the same call's `ForwardBuffers`, which it no longer needs.
     """
 
     attending: Attending
@@ -162,12 +162,12 @@ class BackwardBuffers(NamedTuple):
     u: Tensor
     """(n, S, B, F), before the MLP's activation; then after it."""
     dk: Tensor
-    """Float32, of the persistent keys; at first what comes from the tokens after the tile."""
+    """Float32, of the persistent keys; at first from the tokens after the tile alone."""
     dv: Tensor
     dstream: Tensor
     """(n + 1, S, B, C) float32, the gradient of layer l's inputs at l, of its outputs at l + 1.
 
-    The inputs are written after the steps: then the layer below finds them as its outputs'.
+    A layer's is written after the steps; the layer below then finds it as that of its outputs.
     """
     do: Tensor
     """Written, as all that follow: of the attention outputs."""
@@ -196,7 +196,7 @@ class BackwardBuffers(NamedTuple):
     def in_place_of(
         cls, forward: ForwardBuffers, x: Tensor, weights: Matrices, form: Form
     ) -> "BackwardBuffers":
-        """Make buffers which take the memory of those of a forward."""
+        """Make buffers that reuse the memory of a forward's."""
         (stream, (q, kt, vt, k, v, h, lse)), F = forward, weights.up.shape[1]
         n, S, B, C = q.shape
         H, acc = form.num_heads, accumulation_dtype(weights.o.dtype)

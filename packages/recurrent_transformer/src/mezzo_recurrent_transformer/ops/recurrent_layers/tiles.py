@@ -2,10 +2,10 @@
 
 The layers' tiles run one after another, as a wavefront.
 
-A tile consists of leaves. A step attends to the tokens of its own leaf, one by one. What comes
-before the tile is attended to by all its queries at once, before its steps. In between, as in the
-paper's Algorithm 1, leaves attend to leaves: once the first j leaves are done, the last 2^i of them
-give to the 2^i after them, where 2^i is the largest power of two that divides j.
+A tile consists of leaves. Before its steps, all its queries attend at once to the tokens before the
+tile. Each step attends to the earlier tokens of its own leaf. In between, as in the paper's
+Algorithm 1, leaves attend to leaves: once the first j leaves are done, the next 2^i attend to the
+last 2^i of these, where 2^i is the largest power of two that divides j.
 """
 
 from collections.abc import Iterator
@@ -21,18 +21,18 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.form import Past
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Keys
 
 LEAF = 16
-"""Tokens of a leaf, at least."""
+"""Fewest tokens of a leaf."""
 LONGEST = 64
-"""Tokens of a tile, at most, if it has several leaves: keys are read once for all its queries."""
+"""Most tokens of a tile of several leaves; all its queries share one reading of earlier keys."""
 # The next two are chosen by counting bytes and steps; no others were timed.
 LARGEST = 2**14
-"""Tokens of all rows of such a tile, at most: what a tile needs in memory grows with them."""
+"""Most tokens of such a tile in all rows: its memory grows with them."""
 MANY_ROWS = 256
-"""With so many rows a step should keep a GPU busy, also while some layers wait."""
+"""With so many rows a step should keep a GPU busy, even while some layers wait."""
 
 
 def leaf_size(block_size: int) -> int:
-    """Return the tokens of a leaf: whole blocks."""
+    """Return how many tokens a leaf has: whole blocks."""
     return ceil_div(LEAF, block_size) * block_size
 
 
@@ -49,7 +49,7 @@ def leaves(S: int, block_size: int) -> list[range]:
 
 
 def given_by(place: int, leaf: int) -> int:
-    """Return how many keys before a place between two leaves as many queries after it attend to."""
+    """Return how many tokens after `place`, a border of leaves, attend to as many before it."""
     j = place // leaf
     return leaf * (j & -j)
 
@@ -71,15 +71,15 @@ class Tiling:
     n: int
     T: int
     S: int
-    """Tokens of a tile: those of a leaf, times a power of two."""
+    """Tokens of a tile: a leaf's, times a power of two."""
 
     @classmethod
     def of(cls, n: int, B: int, T: int, block_size: int, *, backward: bool = False) -> "Tiling":
         """Return the tiling of B rows for `block_size` b.
 
-        Tiles are as long as it costs no padding, little memory, and few steps: the last layer
-        begins n - 1 tiles after the first. A backward may take more steps: it has more to do for
-        each tile, such as to add to the gradients of all weights.
+        Tiles are as long as they can be without padding, much memory, or many more steps: the last
+        layer begins n - 1 tiles after the first. A backward may take more steps: it has more work
+        for each tile, such as adding to the gradients of all weights.
         """
         b = min(block_size, T)
         S = min(leaf_size(b), ceil_div(T, b) * b)
@@ -124,14 +124,12 @@ def copy_rows(out: Tensor, x: Tensor) -> None:
     out.copy_(x)
 
 
-def padded(x: Tensor, tokens: int, dim: int = -2) -> Tensor:
-    """Append zeros, so that there are so many tokens; contiguous."""
-    missing = tokens - x.shape[dim]
-    if missing == 0:
+def padded(x: Tensor, tokens: int) -> Tensor:
+    """Append zeros to x (..., T, C) up to this many tokens; contiguous."""
+    *rest, T, C = x.shape
+    if tokens == T:
         return x.contiguous()
-    zeros = list(x.shape)
-    zeros[dim] = missing
-    return torch.cat([x, x.new_zeros(zeros)], dim)
+    return torch.cat([x, x.new_zeros(*rest, tokens - T, C)], -2)
 
 
 class Stored(NamedTuple):
@@ -157,9 +155,9 @@ class Stored(NamedTuple):
         return Keys(self.k[layers], self.v[layers], self.seen, (tile.step - tile.first) * S)
 
     def take(self, given: Tensor, tile: Tile, tiling: Tiling) -> Tensor:
-        """Return what a tensor like k (n, B, P + T, C) has for a tile, (m, S, B, C).
+        """Return a tile's part (m, S, B, C) of gradients like k (n, B, P + T, C).
 
-        It is 0 after the last token. A short row has slots there too, but none of a token.
+        It is 0 after the last token, although a short row has slots left there.
         """
         given = padded(given, self.k.shape[2])
         parts = []

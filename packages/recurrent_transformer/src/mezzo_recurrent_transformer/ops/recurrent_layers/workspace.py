@@ -1,4 +1,4 @@
-"""Where the steps of a tile run, and the parts that they are made of.
+"""The memory in which a tile's steps run, and the parts that they consist of.
 
 A tile has hundreds of small launches, for which the host would be too slow one by one. They depend
 neither on the length of the sequence nor on the place of the tile. So on a GPU they are captured
@@ -16,7 +16,6 @@ from torch import Tensor
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form, Past
 from mezzo_recurrent_transformer.ops.recurrent_layers.graphs import Graphs, Latest, precision
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import (
-    Attending,
     BackwardBuffers,
     ForwardBuffers,
     Keys,
@@ -54,7 +53,7 @@ class Workspace(Generic[Buffers]):
     form: Form
     parts: "Parts"
     graphs: Graphs | None = None
-    """Of the steps, by their layers; None if the steps run as they are."""
+    """Of the steps, by their layers; None if the steps run without graphs."""
 
     def of_layers(self, first: int, end: int) -> "Workspace[Buffers]":
         """Return the workspace of layers `first` to `end`."""
@@ -79,7 +78,7 @@ _kept = Latest()
 def workspace_for(kind: type[Buffers], x: Tensor, S: int, call: Call) -> Workspace[Buffers]:
     """Return a workspace with a kind of buffers for inputs like x (B, T, C), in tiles of S tokens.
 
-    On a CPU, and where the caller captures a graph of its own, it is a new one.
+    It is a new one on a CPU, and while the caller captures a graph of its own.
     """
     form, parts = call.form, call.parts
     if not x.is_cuda or torch.cuda.is_current_stream_capturing():
@@ -101,7 +100,7 @@ def workspace_for(kind: type[Buffers], x: Tensor, S: int, call: Call) -> Workspa
 
 def forward_workspace(x: Tensor, S: int, call: Call) -> ForwardWork:
     """Return a workspace for later calls too, with memory for weights."""
-    # No call outside of inference mode may overwrite what was made in it.
+    # Calls outside of inference mode could not overwrite tensors made in it.
     with torch.inference_mode(False), torch.cuda.device_of(x):
         weights, slopes = call.weights.map(torch.empty_like), torch.empty_like(call.slopes)
         buffers = ForwardBuffers.of(x, weights, S, call.form)
@@ -109,7 +108,7 @@ def forward_workspace(x: Tensor, S: int, call: Call) -> ForwardWork:
 
 
 def backward_workspace(x: Tensor, forward: ForwardWork) -> BackwardWork:
-    """Return a workspace in the memory of one for a forward, which is done when it begins."""
+    """Return a workspace that reuses the memory of a forward's, which is done by then."""
     with torch.inference_mode(False), torch.cuda.device_of(x):
         buffers = BackwardBuffers.in_place_of(forward.buffers, x, forward.w, forward.form)
         w, slopes, form, parts = forward.w, forward.slopes, forward.form, forward.parts
@@ -178,9 +177,6 @@ class Parts(Protocol):
     ) -> None:
         """Split Wk n and Wv n (m, s, B, 2C) into normalized keys and values."""
 
-    def split_qkv(self, qkv: Tensor, w: Matrices, form: Form, out: Attending) -> None:
-        """Split Wq n, Wk n and Wv n (m, s, B, 3C) into normalized q and kt, and vt."""
-
     def head_products(self, a: Tensor, b: Tensor, out: Tensor) -> None:
         """Write the sum of a * b (m, s, B, C) over each head, (m, s, B, H) in float32."""
 
@@ -234,7 +230,7 @@ class Parts(Protocol):
         """Write u Φ(u) of u = `product`, whose x and `squares` are from `product_add`."""
 
     def product_gelu_bwd(self, x: Tensor, weight: Tensor, u: Tensor, du: Tensor) -> None:
-        """Write the gradient of u, from `product` as that of u Φ(u); and then u Φ(u) over u."""
+        """Write du from `product`, the gradient of u Φ(u); then write u Φ(u) over u."""
 
     # The attention of a tile's steps.
 
@@ -247,18 +243,18 @@ class Parts(Protocol):
         """
 
     def attend_leaves(self, work: ForwardWork, begin: int, size: int) -> None:
-        """Attend from the `size` tokens from `begin` on to the persistent pairs before them.
+        """Attend from `size` tokens from `begin` on to the persistent pairs of as many before them.
 
-        They see as many tokens. What they have seen so far, `o` and `lse`, is overwritten.
+        It overwrites `o` and `lse`, their attention so far.
         """
 
     def pairs_step_bwd(self, work: BackwardWork, step: int) -> None:
         """Finish the gradients of one step's persistent pairs, and go back through the keys' norm.
 
-        Read are `do` of the tile's later steps, and `delta` of those after the next one; that of
-        the next step, if it is of the same leaf, is written. `dk` and `dv` have what comes from
-        the tokens after the leaf. What the leaf's later steps give is added to `dk`; nobody reads
-        `dv` again. `dpair` is written.
+        It reads `do` of the tile's later steps and `delta` of those after the next one; `delta` of
+        the next step, if that is in the same leaf, it writes. `dk` and `dv` hold the gradients from
+        tokens after the leaf. Those from the leaf's later steps are added to `dk`; `dv` stays, as
+        nobody reads it again. `dpair` is written.
         """
 
     def leaves_bwd(self, work: BackwardWork, begin: int, size: int) -> None:

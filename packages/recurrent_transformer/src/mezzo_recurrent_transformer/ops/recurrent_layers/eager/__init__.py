@@ -1,4 +1,4 @@
-"""The parts of the tiled algorithm in PyTorch: for a CPU, for float64, and to test the kernels by.
+"""The parts of the tiled algorithm in PyTorch: for CPUs, for float64, and to test the kernels.
 
 Everything is computed in float32 (float64 for float64) and rounded at the end.
 """
@@ -18,7 +18,6 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.eager.rows import (
     normed,
     normed_bwd,
     split_pair,
-    split_qkv,
 )
 from mezzo_recurrent_transformer.ops.recurrent_layers.eager.steps import (
     attend_leaves,
@@ -60,5 +59,4 @@ __all__ = [
     "product_gelu_bwd",
     "product_partial",
     "split_pair",
-    "split_qkv",
 ]

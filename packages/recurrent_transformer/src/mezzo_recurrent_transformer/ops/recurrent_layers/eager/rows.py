@@ -1,4 +1,4 @@
-"""What is done to each row alone: norms, residuals, the activation, products of heads, ALiBi."""
+"""Operations on single rows: norms, residuals, the activation, products of heads, ALiBi."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,6 @@ from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending, Matrices
 
 
 def heads(x: Tensor, num_heads: int) -> Tensor:
@@ -71,21 +70,14 @@ def add_normed(
 def split_pair(kv: Tensor, weight: Tensor | None, form: Form, k: Tensor, v: Tensor) -> None:
     """See `Parts.split_pair`.
 
-    A value that is not finite becomes 0, and its key NaN: a weight of 0 times NaN is NaN, also for
-    a query that must not see it, but its logit is masked by selection.
+    A value that is not finite becomes 0, and its key NaN. A query that must not see the pair gives
+    it a weight of 0, and 0 times a value of NaN would be NaN; but a mask replaces a logit of NaN.
     """
     raw, values = kv.chunk(2, -1)
     normed(raw, weight, form, k)
     lost = ~values.isfinite()
     k.masked_fill_(lost, torch.nan)
     v.copy_(values.masked_fill(lost, 0))
-
-
-def split_qkv(qkv: Tensor, w: Matrices, form: Form, out: Attending) -> None:
-    """See `Parts.split_qkv`."""
-    C = out.q.shape[-1]
-    normed(qkv[..., :C], w.q_norm, form, out.q)
-    split_pair(qkv[..., C:], w.k_norm, form, out.kt, out.vt)
 
 
 def gelu(u: Tensor, out: Tensor) -> None:
@@ -109,7 +101,7 @@ def head_products(a: Tensor, b: Tensor, out: Tensor) -> None:
 
 
 def _standardized(x: Tensor, form: Form) -> tuple[Tensor, Tensor]:
-    """Return the rows before a norm's weight, and what they were multiplied by."""
+    """Return the normalized rows without the norm's weight, and 1 / rms or 1 / std."""
     x = x.to(accumulation_dtype(x.dtype))
     if form.norm == "layer":
         x = x - x.mean(-1, keepdim=True)
@@ -118,7 +110,7 @@ def _standardized(x: Tensor, form: Form) -> tuple[Tensor, Tensor]:
 
 
 def _per_row(weight: Tensor | None, x: Tensor) -> Tensor:
-    """Return weights (m, C) so that they multiply x (m, ..., C)."""
+    """Reshape weights (m, C) to multiply x (m, ..., C)."""
     assert weight is not None
     dtype = accumulation_dtype(x.dtype)
     return weight.to(dtype).view(weight.shape[0], *[1] * (x.ndim - 2), weight.shape[1])

@@ -73,7 +73,7 @@ def pairs_bwd(work: BackwardWork, later: Later) -> None:
     place = torch.arange(least, Tp, device=at.k.device)
     early = place < begin[:, None]  # (m, Q)
     hidden = early[:, None, None, :, None]
-    # What is hidden may hold anything, NaN too.
+    # Queries that do not see the tile may hold anything, even NaN.
     q, do = (
         heads(x[:, :, least:], H).masked_fill(early[:, None, :, None, None], 0)
         for x in (later.q, later.do)
@@ -92,11 +92,7 @@ def pairs_bwd(work: BackwardWork, later: Later) -> None:
 def past_bwd(past: Past, later: Later, slopes: Tensor, form: Form) -> Pairs:
     """Return dk and dv of the pairs of earlier calls (n, B, P, C), from all tokens of this one.
 
-    Args:
-        past: those pairs.
-        later: the queries of all tokens.
-        slopes: (H,) of ALiBi.
-        form: the options.
+    `later` has the queries of all tokens; `slopes` are ALiBi's, (H,).
     """
     k, v, seen = past
     H, scale = form.num_heads, (k.shape[-1] // form.num_heads) ** -0.5
@@ -125,7 +121,7 @@ def earlier_logits(work: ForwardWork | BackwardWork, keys: Keys) -> tuple[Tensor
     slot = torch.arange(L, device=q.device)
     hidden = slot >= before[..., None]  # (m, B, L)
     k, v = heads(keys.k[:, :, :L], H), heads(keys.v[:, :, :L], H)
-    # What is hidden may hold anything, NaN too.
+    # Hidden slots may hold anything, even NaN.
     v = v.masked_fill(hidden[..., None, None], 0)
     logits = torch.einsum("msbhd,mblhd->mbhsl", heads(q, H), k) * k.shape[-1] ** -0.5
     distance = before[:, :, None, None] + torch.arange(S, device=q.device)[:, None] - slot

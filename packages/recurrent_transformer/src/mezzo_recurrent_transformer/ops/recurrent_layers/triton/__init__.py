@@ -18,7 +18,6 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import (
     normed,
     normed_bwd,
     split_pair,
-    split_qkv,
 )
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.steps import (
     attend_leaves,
@@ -55,5 +54,4 @@ __all__ = [
     "product_gelu_bwd",
     "product_partial",
     "split_pair",
-    "split_qkv",
 ]

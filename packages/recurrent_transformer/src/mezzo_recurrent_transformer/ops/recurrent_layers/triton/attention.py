@@ -1,9 +1,8 @@
 """What the attention kernels share: settings of launches, and functions of kernels.
 
-A program has BM positions of one head in one row of one layer's tile, and BD channels of it: D of
-the head, and for the matrix products at least 16, with those of its neighbour. Logits are in base
-2. All tensors are contiguous: those of a tile (m, S, B, H D), those of all tokens (m, B, tokens,
-H D).
+A program has BM positions of one head in one row of one layer's tile. It loads the head's D
+channels, and of a head of 8 the neighbour's too: matrix products need 16. Logits are in base 2. All
+tensors are contiguous: those of a tile (m, S, B, H D), those of all tokens (m, B, tokens, H D).
 """
 
 import math
@@ -32,7 +31,7 @@ def launch_settings(tile: Tensor, form: Form) -> tuple[tuple[int], dict[str, Any
     if tile.dtype == torch.float32:
         BM, BN, warps, stages = min(BM, 32), 32, 4, 2
     else:
-        # One warp for 16 rows, so that no sum over a row is over two warps, if they fit.
+        # One warp for 16 rows, so that no sum over a row crosses warps.
         BM = min(BM, 64)
         BN, warps, stages = 32 if BM <= 32 else 64, BM // 16 * max(D // 64, 1), 4
     settings = {
@@ -44,7 +43,7 @@ def launch_settings(tile: Tensor, form: Form) -> tuple[tuple[int], dict[str, Any
 
 
 def scales(tile: Tensor, form: Form) -> tuple[float, float]:
-    """Return the factor of the products of queries and keys, and the one for logits in base 2."""
+    """Return D^-0.5, and the factor that also brings logits to base 2."""
     scale = (tile.shape[-1] // form.num_heads) ** -0.5
     return scale, scale * math.log2(math.e)
 
@@ -73,7 +72,7 @@ def tile_offsets(i_m, i_b, i_h, o_s, o_d, B, S, H: tl.constexpr, D: tl.constexpr
 
 @triton.jit
 def of_head(b_x, i_h, o_d, D: tl.constexpr):
-    """Put 0 into the channels of another head: so products are of this head alone."""
+    """Set the channels of another head to 0, so that products are of this head alone."""
     return b_x if D >= 16 else tl.where((o_d // D == i_h)[None, :], b_x, 0.0)
 
 
@@ -87,7 +86,7 @@ def stored(m_s, i_h, o_d, D: tl.constexpr):
 def add_keys(
     b_acc, b_m, b_l, b_q, b_k, b_v, b_distance, m_seen, slope2, scale2, PRECISION: tl.constexpr
 ):
-    """Add keys to an online softmax. Each query sees one of these keys or of those before."""
+    """Add keys to an online softmax. Each query must see a key, here or before."""
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale2
     b_s = tl.where(m_seen, b_s - slope2 * b_distance.to(tl.float32), float("-inf"))
     b_p, b_acc, b_m, b_l = add_scores(b_acc, b_m, b_l, b_s, 1.0)
@@ -128,10 +127,10 @@ def softmax_bwd(
     b_a, b_b, b_x, b_y, b_lse, b_delta, b_distance, m_seen, slope2, scale2,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return p and ds, without the scale, of queries by keys or of keys by queries.
+    """Return p, and ds without the scale, as queries by keys or as keys by queries.
 
-    Products are a bᵀ (queries and keys) and x yᵀ (do and values). Of queries, b_lse (natural) and
-    b_delta are rows or columns.
+    a bᵀ are the products of queries and keys, x yᵀ those of do and values. b_lse (natural) and
+    b_delta, one for each query, are a column or a row.
     """
     b_s = tl.dot(b_a, tl.trans(b_b), input_precision=PRECISION) * scale2
     b_p = tl.exp2(b_s - slope2 * b_distance.to(tl.float32) - b_lse * LOG2_E)

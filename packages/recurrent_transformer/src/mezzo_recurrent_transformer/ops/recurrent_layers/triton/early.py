@@ -23,7 +23,7 @@ FEW, FEW_OF_ALL = 128, 384
 HOPPER = 90
 """The first NVIDIA GPUs that can, by their compute capability times ten."""
 CAN_COMPILE = "_semantic" in signature(gdc_wait).parameters
-"""Whether Triton can compile what waits: Triton 3.4 has the functions, but not as it calls them."""
+"""Whether Triton can compile `wait`: Triton 3.4 gives these functions an argument they lack."""
 
 
 def are_few(x: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """A whole leaf of layers with few channels in one kernel.
 
-There the work of a step is little beside its launches. The rows of a batch never meet, so a program
+There the launches of a step take longer than its work. Rows of a batch never meet, so a program
 takes some of them through all steps of a leaf, or back. In each step it reads all weights of its
 layer, which should be in the L2 cache, and the pairs that it has written in the steps before.
 """
@@ -27,13 +27,13 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.workspace import BackwardW
 
 # Chosen by what a program can hold, and by one program for each of a large GPU's processors.
 CHANNELS = 128
-"""Of a layer, at most: a program holds rows of them, and a square of weights at a time."""
+"""Most channels of a layer: a program holds rows of them, and a square of weights at a time."""
 ROWS = 16
-"""Of a program: the fewest of a matrix product."""
+"""Rows of a program: the fewest of a matrix product."""
 
 
 def is_narrow(x: Tensor, form: Form) -> bool:
-    """Return whether leaves of tensors like x (m, S, B, C) are done here: programs run at once."""
+    """Return whether to run leaves of tensors like x (m, S, B, C) here: all programs at once."""
     m, _, B, C = x.shape
     programs = m * ceil_div(B, ROWS)
     is_small = C <= CHANNELS and programs <= products.PROGRAMS
@@ -172,7 +172,7 @@ def narrow_leaf(work: ForwardWork, leaf: range) -> bool:
         return False
     m, S, B, _ = at.q.shape
     x, z, kv = stream[:-1], stream[1:], w.kv
-    # One layer's outputs are where the next one's inputs are, and programs have no order.
+    # A layer's outputs overwrite the next one's inputs, and programs run in any order.
     out = z if m == 1 else torch.empty_like(z)
     assert all(t.is_contiguous() for t in (*at, x, z))
     assert kv[0].is_contiguous()  # and so are all other weights

@@ -1,9 +1,9 @@
 """Products with the weights of each layer for few rows, with what follows them.
 
-Within a tile's steps a product has as many rows as the batch, and its time is that of reading the
-weights once: what counts is that all of the GPU reads, and that few kernels follow each other. So a
-program has some rows of the weights; where too few programs would be left, several of them share
-these, each with its part of K, and what reads the result adds their sums.
+In a tile's steps a product has as many rows as the batch, and takes as long as reading its weights.
+So all of the GPU must read, in few kernels one after another. A program has some rows of the
+weights. If that gives too few programs, several share these rows: each sums over its part of K, and
+the kernel that reads the result adds their sums.
 
 A norm after a product needs whole rows, which no program has. But RMSNorm only scales a row: the
 next product takes the row as it is, and multiplies its sums by 1 / rms.
@@ -38,9 +38,9 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import (
 require_ptxas()
 
 DTYPES = (torch.bfloat16, torch.float16)
-# Those in which a row may be rounded before its norm: in float16 it could overflow.
+# A row may be rounded to these before its norm; in float16 it could overflow.
 WIDE_RANGE = (torch.bfloat16,)
-# Programs that fill a large GPU; and parts of K, at most: each writes a whole result.
+# Programs that fill a large GPU; and the most parts of K, each of which writes a whole result.
 PROGRAMS, PARTS = 132, 4
 
 
@@ -52,7 +52,7 @@ class Settings(NamedTuple):
     BN: int
     """Rows of the weights, or columns of the result."""
     BK: int
-    """What is summed at a time."""
+    """Part of K that is summed at a time."""
     P: int
     """Programs that share the sum over K."""
     num_warps: int
@@ -166,7 +166,7 @@ def _launch(
 ) -> None:
     """Launch a product of x (m, s, B, K) and weights (m, N, K) to `out` (P, m, s, B, N).
 
-    With `squares` (m, s B, S), rows are divided by their norm, as `product_add` leaves it to do.
+    With `squares` (m, s B, S), rows are divided by their norm, which `product_add` left out.
     """
     m, s, B, K = x.shape
     R, N = s * B, weight.shape[1]
@@ -199,7 +199,7 @@ def _product(
     The weights are the left factor, which tensor cores want to be the longer.
     """
     o_k = begin + tl.arange(0, BK)
-    # Beyond the end the last row is read again, so that no load but of a ragged K has a mask.
+    # Indices beyond the end read the last row again, so that only a ragged K needs masks.
     o_x = row_offset(i_m, tl.minimum(o_r, R - 1), B, stride_xm, stride_xs, stride_xb)
     o_w = o_n
     if N % BN != 0:
@@ -230,7 +230,7 @@ def product_add_kernel(
     N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Add products to BN channels of BM rows; write what the norm of whole rows needs of them."""
+    """Add products to BN channels of BM rows, and sum their squares for the norm of whole rows."""
     tiles, parts = tl.cdiv(R, BM), tl.cdiv(N, BN)
     i_r, i_n, i_m = tl.program_id(0) % tiles, tl.program_id(0) // tiles, tl.program_id(1)
     i_m = i_m.to(tl.int64)
@@ -241,7 +241,7 @@ def product_add_kernel(
     o_h = row_offset(i_m, o_r, B, stride_hm, stride_hs, stride_hb)[None, :] + o_n[:, None]
     o_out = row_offset(i_m, o_r, B, stride_om, stride_os, stride_ob)[None, :] + o_n[:, None]
     wait(EARLY)
-    # Read before the product, so that it need not be waited for after it.
+    # Read before the product, which hides the wait for it.
     b_base = tl.load(base + o_base, mask=m, other=0.0).to(tl.float32)
     if squares is not None:
         b_norm = tl.load(norm + i_m * stride_nm + o_n, mask=m_n, other=0.0).to(tl.float32)
@@ -276,7 +276,7 @@ def product_kernel(
     o_r, o_n = i_r * BM + tl.arange(0, BM), i_n * BN + tl.arange(0, BN)
     wait(EARLY)
     if squares is not None:
-        # Read before the product, so that they need not be waited for after it.
+        # Read before the product, which hides the wait for them.
         o_s = tl.arange(0, BS)
         p_squares = squares + (i_m * R + o_r)[:, None] * S + o_s[None, :]
         b_squares = tl.load(p_squares, mask=(o_r < R)[:, None] & (o_s < S)[None, :], other=0.0)
@@ -289,7 +289,7 @@ def product_kernel(
     if squares is not None:
         b_acc *= tl.rsqrt(tl.sum(b_squares, 1) / K + eps)[None, :]
     m = (o_n < N)[:, None] & (o_r < R)[None, :]
-    # As if the product had been written, and read again.
+    # Round as if the product had been stored and loaded again.
     b_out = b_acc.to(out.dtype.element_ty)
     if AFTER == "gelu":
         b_out = gelu_of(b_out.to(tl.float32), out.dtype.element_ty)

@@ -1,4 +1,4 @@
-"""What is done to each row alone on a GPU: norms, residuals, the MLP's activation, head products.
+"""Operations on single rows on a GPU: norms, residuals, the MLP's activation, head products.
 
 Tensors are (m, S, B, C) with any strides, but for the last axis, whose stride is 1. A program holds
 a whole row of C channels in registers; within a tile's steps rows are few, and latency counts.
@@ -12,7 +12,6 @@ from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Attending, Matrices
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.early import early, wait
 
 # Channels of a warp: a thread reads 16 bytes of bfloat16 at a time.
@@ -21,7 +20,7 @@ WARP = 256
 TILE = 4096
 # Programs that fill a large GPU, where each sums over several rows.
 PROGRAMS = 512
-# Elements of a program of an activation.
+# Elements that a program of an activation computes.
 BLOCK = 1024
 
 
@@ -43,7 +42,7 @@ def _total(p_y, stride_p, m, P: tl.constexpr):
 
 @triton.jit
 def standardized(b_x, m, eps, C: tl.constexpr, NORM: tl.constexpr):
-    """Return rows before a norm's weight, and what they were multiplied by; 0 where masked."""
+    """Return normalized rows (0 where masked) without the norm's weight, and 1 / rms or 1 / std."""
     if NORM == "layer":
         b_x = tl.where(m, b_x - tl.sum(b_x, axis=-1, keep_dims=True) / C, 0.0)
     b_rstd = tl.rsqrt(tl.sum(b_x * b_x, axis=-1, keep_dims=True) / C + eps)
@@ -52,7 +51,7 @@ def standardized(b_x, m, eps, C: tl.constexpr, NORM: tl.constexpr):
 
 @triton.jit
 def norm_bwd(b_g, b_x, m, eps, C: tl.constexpr, NORM: tl.constexpr):
-    """Return the gradient of rows before a norm; b_g is that of what its weight multiplies."""
+    """Return the gradient of rows before a norm, from that of `standardized` rows, b_g."""
     b_xhat, b_rstd = standardized(b_x, m, eps, C, NORM)
     b_dx = b_g - b_xhat * (tl.sum(b_g * b_xhat, axis=-1, keep_dims=True) / C)
     if NORM == "layer":
@@ -62,7 +61,7 @@ def norm_bwd(b_g, b_x, m, eps, C: tl.constexpr, NORM: tl.constexpr):
 
 @triton.jit
 def _normed(b_x, weight, o_c, m, eps, C: tl.constexpr, NORM: tl.constexpr):
-    """Return the norm of a row; `weight` points to that of its layer."""
+    """Normalize a row; `weight` points to the weights of its layer."""
     if NORM != "none":
         b_x, _rstd = standardized(b_x, m, eps, C, NORM)
         b_x *= tl.load(weight + o_c, mask=m, other=0.0).to(tl.float32)
@@ -224,7 +223,7 @@ def add_normed_kernel(
     tl.store(p_h, b_h, mask=m)
     if NORM != "none":
         weight += i_m * C
-    # The backward has h as it was rounded.
+    # From the rounded h, which the backward reads.
     b_n = _normed(b_h.to(tl.float32), weight, o_c, m, eps, C, NORM)
     p_out = out + row_offset(i_m, i_row, B, stride_om, stride_os, stride_ob) + o_c
     tl.store(p_out, b_n.to(out.dtype.element_ty), mask=m)
@@ -249,7 +248,7 @@ def split_pair_kernel(
     stride_km, stride_ks, stride_kb, stride_vm, stride_vs, stride_vb,
     eps, C: tl.constexpr, BC: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Normalize a row's key, and copy its value; what is not finite goes into the key."""
+    """Normalize a row's key, and copy its value; one that is not finite becomes 0, its key NaN."""
     i_row, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_c = tl.arange(0, BC)
     m = o_c < C
@@ -277,19 +276,12 @@ def split_pair(kv: Tensor, weight: Tensor | None, form: Form, k: Tensor, v: Tens
     )  # fmt: skip
 
 
-def split_qkv(qkv: Tensor, w: Matrices, form: Form, out: Attending) -> None:
-    """Launch two kernels; see `Parts.split_qkv`."""
-    C = out.q.shape[3]
-    normed(qkv[..., :C], w.q_norm, form, out.q)
-    split_pair(qkv[..., C:], w.k_norm, form, out.kt, out.vt)
-
-
 @triton.jit
 def _share_below(b_u, DTYPE: tl.constexpr):
     """Return Φ(u), the share of a normal distribution that is below u.
 
-    In 16 bits the precision of erf is lost. There it is 2 to the power of a polynomial, which takes
-    fewer instructions, and is right to 6e-6 from -6 to 6.
+    16 bits would lose the precision of erf. For them Φ is 2 to the power of a polynomial, which
+    takes fewer instructions, and is right to 6e-6 from -6 to 6.
     """
     if DTYPE.is_fp32():
         return 0.5 + 0.5 * tl.erf(b_u * 0.7071067811865476)
@@ -306,13 +298,13 @@ def _share_below(b_u, DTYPE: tl.constexpr):
 
 @triton.jit
 def gelu_of(b_u, DTYPE: tl.constexpr):
-    """Return u Φ(u), which is to be stored in a dtype."""
+    """Return u Φ(u), precise enough for a dtype."""
     return b_u * _share_below(b_u, DTYPE)
 
 
 @triton.jit
 def gelu_bwd_of(b_u, b_dg, DTYPE: tl.constexpr):
-    """Return the gradient of u, and u Φ(u), which are to be stored in a dtype."""
+    """Return the gradient of u, and u Φ(u), precise enough for a dtype."""
     b_density = tl.exp2(b_u * b_u * -0.7213475204444817) * 0.3989422804014327
     b_below = _share_below(b_u, DTYPE)
     return b_dg * (b_below + b_u * b_density), b_u * b_below
@@ -337,17 +329,10 @@ def gelu(u: Tensor, out: Tensor) -> None:
     """Write u Φ(u); (m, S, B, F)."""
     m, S, B, F = u.shape
     launch(
-        gelu_kernel,
-        (S * B * ceil_div(F, BLOCK), m),
-        u,
-        out,
-        B,
-        *u.stride()[:3],
-        *out.stride()[:3],
-        F=F,
-        BF=BLOCK,
-        num_warps=BLOCK // WARP,
-    )
+        gelu_kernel, (S * B * ceil_div(F, BLOCK), m),
+        u, out, B, *u.stride()[:3], *out.stride()[:3],
+        F=F, BF=BLOCK, num_warps=BLOCK // WARP,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -355,7 +340,7 @@ def gelu_bwd_kernel(
     u, dg, out, B, stride_um, stride_us, stride_ub, stride_gm, stride_gs, stride_gb,
     stride_om, stride_os, stride_ob, F: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of BF channels of a row of u, dg (Φ(u) + u Φ'(u)); put u Φ(u) there."""
+    """Compute du = dg (Φ(u) + u Φ'(u)) for BF channels of a row, and write u Φ(u) over u."""
     pid, i_m = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_row, o_f = pid // tl.cdiv(F, BF), pid % tl.cdiv(F, BF) * BF + tl.arange(0, BF)
     p_u = u + row_offset(i_m, i_row, B, stride_um, stride_us, stride_ub) + o_f

@@ -127,7 +127,7 @@ def attend_block_fwd_kernel(
     o_head, o_tile = tile_offsets(i_m, i_b, i_h, o_s, o_d, B, S, H, D)
     slope2 = tl.load(slopes + i_h) * LOG2_E
     b_q = of_head(tl.load(q + o_tile), i_h, o_d, D)
-    # What comes before the leaf: a softmax whose sum is one, or of nothing if m is -inf.
+    # The attention to tokens before the leaf, divided by its sum; nothing if m is -inf.
     b_acc, b_m = tl.load(o + o_tile).to(tl.float32), tl.load(lse + o_head) * LOG2_E
     b_l = tl.full([BM], 1.0, tl.float32)
     # From the queries back, so that each query sees its own pair first.
@@ -267,7 +267,7 @@ def pairs_block_bwd_kernel(
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the leaf's later steps give to BM pairs of the block of one head: dk, and dpair."""
+    """Add the gradients from the leaf's later steps to BM pairs of one head: to dk and dpair."""
     i_m, i_b, i_h, begin = indices(B, b, H, BM)
     o_b, o_d = begin + tl.arange(0, BM), channels(i_h, D, BD)
     o_j = first + tl.minimum(o_b, b - 1)
@@ -284,7 +284,7 @@ def pairs_block_bwd_kernel(
         b_do = of_head(tl.load(do + o_tile, mask=m_s[:, None], other=0.0), i_h, o_d, D)
         b_o = tl.load(o + o_tile, mask=m_s[:, None], other=0.0)
         b_lse = tl.load(lse + o_head, mask=m_s, other=0.0)
-        # Only the next step's is new; all are found anew, which is as fast as to read them.
+        # Only the next step's is new, but computing all is as fast as reading them.
         b_delta = tl.sum(b_do.to(tl.float32) * b_o.to(tl.float32), 1)
         tl.store(delta + o_head, b_delta, mask=m_s & (begin == 0))
         b_p, b_ds = softmax_bwd(
@@ -321,14 +321,14 @@ def attend_leaves_fwd_kernel(
     H: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend from BM positions of one head, and go on with the softmax of what they have seen."""
+    """Attend from BM positions of one head, continuing the softmax of what they have seen."""
     i_m, i_b, i_h, start = indices(B, size, H, BM)
     o_s, o_d = begin + start + tl.arange(0, BM), channels(i_h, D, BD)
     m_s = o_s < begin + size
     o_head, o_tile = tile_offsets(i_m, i_b, i_h, o_s, o_d, B, S, H, D)
     slope2 = tl.load(slopes + i_h) * LOG2_E
     b_q = of_head(tl.load(q + o_tile, mask=m_s[:, None], other=0.0), i_h, o_d, D)
-    # A softmax whose sum is one, or of nothing if m is -inf.
+    # The attention so far, divided by its sum; nothing if m is -inf.
     b_acc = tl.load(o + o_tile, mask=m_s[:, None], other=0.0).to(tl.float32)
     b_m = tl.load(lse + o_head, mask=m_s, other=0.0) * LOG2_E
     b_l = tl.full([BM], 1.0, tl.float32)
