@@ -21,7 +21,7 @@ def _compile_anew():
 
 
 def forms(part, num_tokens):
-    """A plain call, a packed one, and one of prompts of equal lengths with padding."""
+    """The arguments of a plain call, of a packed one, and of padded prompts of equal lengths."""
     borders = torch.tensor([0, num_tokens // 3, num_tokens])
     lengths = torch.full((2,), num_tokens - 5)
     return {
@@ -60,7 +60,7 @@ def check_compiled(config, backend, num_tokens, names, any_length=False):
                 assert_close(f"{name}, T = {length}: {i}", got, wanted, rtol=1e-5, atol=1e-6)
 
 
-# Compiling in C++ takes its seconds, and a stack has what a block has. 37 is no multiple of a tile.
+# Compiling in C++ is slow, so the stack stands for the block. A tile's size does not divide 37.
 @pytest.mark.slow
 def test_the_inductor_trains_on_every_token():
     check_compiled(CONFIGS["stack"], "inductor", [37], ["plain"])
@@ -68,7 +68,7 @@ def test_the_inductor_trains_on_every_token():
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 def test_each_form_compiles_to_one_graph_of_any_length(config):
-    """Prompts after a state have all that a backward is made of."""
+    """Prompts after a state run every part of the backward."""
     for backend, names in (("eager", ["plain", "packed"]), ("aot_eager", ["prompts"])):
         counter = CompileCounterWithBackend(backend)
         check_compiled(config, counter, [37, 17, 50], names, any_length=True)

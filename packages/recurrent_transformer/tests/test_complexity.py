@@ -1,6 +1,6 @@
-"""What the paper says of its schedule's loads, arithmetic and launches, counted in ours.
+"""Counts of our schedule's loads, arithmetic and launches grow as the paper says.
 
-A count grows as the paper says if it does so within a quarter, over the lengths given.
+Over the lengths given, the growth may differ from the paper's by a quarter.
 """
 
 import math
@@ -25,8 +25,8 @@ def assert_grows(count: Callable, claimed: Callable, first: int = 2**8, last: in
 def loads(found: Iterable[Tile]) -> tuple[int, int]:
     """Count the vectors that a head loads, and the pairs of query and key that it computes.
 
-    A pair of key and value is two vectors, a query one. Temporary pairs are left out: both ways of
-    evaluation load each once.
+    A pair of key and value is two vectors, a query one. Temporary pairs are left out: tiled and
+    naive evaluation both load each once.
     """
     sizes = [(len(tile.keys), len(tile.queries)) for tile in found]
     return sum(2 * k + q for k, q in sizes), sum(k * q for k, q in sizes)
@@ -83,7 +83,7 @@ def test_tile_intensity(queries, keys):
 
 @pytest.mark.parametrize("queries", [1, 4])
 def test_tile_example(queries):
-    """Of four keys; the example leaves the load of the queries out."""
+    """The paper's example has four keys and does not count the load of the queries."""
     multiplications, numbers = tile_costs(queries, 4)
     assert multiplications / (numbers - queries * HEAD_DIM) == queries
 
@@ -110,7 +110,7 @@ def test_kernel_launches():
 
 
 def test_mlp_batch():
-    """Of one token's MLP: its arithmetic for each number that it moves grows as the batch."""
+    """One token's MLP: its arithmetic per number moved grows as the batch."""
     C = 1024
     products = ((C, 4 * C), (4 * C, C))
 

@@ -1,6 +1,5 @@
 """Models of recurrent layers generate as they compute, from a cache as small as the paper says."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -57,12 +56,7 @@ def test_generation_continues_as_the_full_forward_would(model, device, prefill_t
             tokens = torch.tensor([[*prompt, *new]], device=device)
             logits = model(tokens).logits[0, len(prompt) - 1 : -1]
             assert logits.argmax(-1).tolist() == new
-
-
-def test_generation_does_not_repeat_one_token(model):
-    """Otherwise the test above would compare little."""
-    answers = generate(model, [[1, 2, 3], list(range(20))], max_new_tokens=20)
-    assert len({token for new in answers for token in new}) > 3
+    assert len({token for new in answers for token in new}) > 3, "they repeat one token"
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -97,7 +91,7 @@ def test_blocks_of_tokens_do_not_decode():
 
 @torch.no_grad()
 def test_a_state_whose_layers_do_not_hold_the_same_tokens_is_refused(model):
-    """All layers of a `RecurrentStack` run at once; those of a plain one know their own alone."""
+    """A `RecurrentStack` runs all layers at once; a layer of a plain stack sees its own state."""
     stack, x = model.stack, torch.randn(2, 6, C)
     *others, last = stack.reserve(stack(x, stack.init_state(2))[1], 1)
     cut = [
@@ -121,14 +115,3 @@ def test_the_bytes_told_are_those_of_the_cache(model, dtype):
         _, state = stack(torch.zeros(1, 13, C, dtype=dtype), stack.init_state(1))
     held = sum(t.nbytes for t in tree_leaves(state) if t.is_floating_point())
     assert stack.state_bytes(13) == held
-
-
-def test_half_the_layers_at_equal_weights_need_a_smaller_cache():
-    sizes = [(6, 2048), (12, 1408)]  # of the paper's 300M models
-    with torch.device("meta"):
-        wide, deep = (RecurrentStackConfig(n).build(width) for n, width in sizes)
-    weights = [sum(w.numel() for w in part.parameters()) for part in (wide, deep)]
-    assert weights[0] / weights[1] == pytest.approx(1, abs=0.07)
-    assert deep.state_bytes(512) / wide.state_bytes(512) == (12 * 1408) / (6 * 2048)
-    # At exactly equal weights it would be sqrt(2).
-    assert deep.state_bytes(512) / wide.state_bytes(512) == pytest.approx(math.sqrt(2), rel=0.03)

@@ -1,4 +1,4 @@
-"""The trainings of experiments/train_small.py: what a full run is."""
+"""A full run of experiments/train_small.py trains the recipe."""
 
 import runpy
 from dataclasses import replace

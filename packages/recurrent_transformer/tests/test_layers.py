@@ -25,7 +25,7 @@ PARTS = {
 
 
 AS_OTHERS = {"layer norm", "raw persistent pair"}
-"""Parts whose state is as that of another."""
+"""Parts with the same state as another part."""
 
 
 def build(name):

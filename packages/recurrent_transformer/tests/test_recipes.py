@@ -82,7 +82,7 @@ def kv_cache(size):
 
 
 def test_width_scaling():
-    """A width is a multiple of a head's, so it scales by 1.375 or 1.455 in the place of sqrt(2)."""
+    """Widths are multiples of a head's, so they scale by 1.375 or 1.455 instead of sqrt(2)."""
     assert (width("300m_12"), width("300m_6")) == (1408, 2048)
     for size in ("150m", "300m"):
         assert width(f"{size}_6") / width(f"{size}_12") == pytest.approx(2**0.5, rel=0.05)

@@ -1,4 +1,4 @@
-"""The speeds: the timed forms are the layer."""
+"""Each timed form computes what the layer computes."""
 
 from dataclasses import replace
 
@@ -8,10 +8,6 @@ from mezzo_recurrent_transformer import RecurrentBlockConfig
 from mezzo_recurrent_transformer.reproduction import speed
 from mezzo_recurrent_transformer.reproduction.speed import DRY, SPEEDS
 from mezzo_recurrent_transformer.schedule import tiled_forward
-
-
-def quiet(line):
-    pass
 
 
 @pytest.mark.parametrize("persistent_norm", [True, False])
@@ -30,5 +26,5 @@ def test_what_is_timed_is_the_layer(persistent_norm, T):
 def test_all_speeds_run_on_a_gpu(tmp_path):
     small = replace(DRY, device="cuda", d_model=128, head_dim=64)
     for name in SPEEDS.makers:
-        ours = SPEEDS.measure(name, small, tmp_path, quiet)
+        ours = SPEEDS.measure(name, small, tmp_path, print)
         assert all(entry.value == "OOM" or entry.value > 0 for entry in ours.entries)

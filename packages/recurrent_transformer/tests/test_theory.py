@@ -5,10 +5,8 @@ A theorem holds if such a layer computes what the theorem says, up to rounding i
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import permutations
 from typing import Any
 
-import pytest
 import torch
 from mezzo_recurrent_transformer.block import RecurrentBlock, RecurrentBlockConfig
 from mezzo_recurrent_transformer.transformer import TransformerBlock, TransformerBlockConfig
@@ -23,7 +21,7 @@ ALPHA = 0.7
 
 
 def check_equal(found: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-    """Check that in each pair ours is what the theorem says, but for rounding."""
+    """Check that in each pair ours equals the theorem's, up to rounding."""
     for name, (ours, right) in found.items():
         assert ours.dtype == torch.float64
         assert (ours - right).norm() <= 1e-10 * right.norm(), name
@@ -92,7 +90,7 @@ def test_simulate_transformer():
     y, stream = x, torch.cat([x, anything, torch.zeros_like(x)], -1)
     for i in range(3):
         layer = random_weights(config, C, seed=i)
-        carry, live = ((0, 1), (1, 0))[i % 2]  # what one layer writes is what the next reads
+        carry, live = ((0, 1), (1, 0))[i % 2]  # each layer reads the block that the last one wrote
         y, stream = run(layer, y), run(simulating(layer, (carry, live, 2)), stream)
         found[f"layer {i + 1}"] = (stream[:, C * live : C * (live + 1)], y)
     check_equal(found)
@@ -135,10 +133,10 @@ def simulating(
 
     Args:
         layer: of width C.
-        order: which of the blocks of C channels are carry, live and scratch. Without live it is the
-            layer of twice the width, whose scratch block takes the output.
-        one_head: read and write as the proof does, which has one head: values lie in scratch.
-            Otherwise they lie beside the keys, in the same heads, and Wo moves them to scratch.
+        order: the indices of the blocks of C channels that are carry, live and scratch. Without
+            live, the layer has twice the width, and its scratch block takes the output.
+        one_head: use one head, as the proof does: values lie in scratch. Otherwise they lie beside
+            the keys, in the same heads, and Wo moves them to scratch.
     """
     theirs, hidden = layer.mixer, layer.mlp.up.out_features
     C, r = layer.d_model, layer.residual_scale
@@ -162,7 +160,7 @@ def simulating(
     # MLP(x + a): x is in carry, and attention has added a to scratch, which was 0.
     up[:hidden, carry] = up[:hidden, scratch] = layer.mlp.up.weight
     down[(live or [scratch])[0], :hidden] = layer.mlp.down.weight
-    # What is linear in the proof's MLP: gelu(u) - gelu(-u) = u. The layer multiplies it by r.
+    # The linear part of the proof's MLP, by gelu(u) - gelu(-u) = u. The layer multiplies it by r.
     written = [(scratch, [(carry, 1)])]
     if live:
         written = [
@@ -180,7 +178,7 @@ def simulating(
 
 
 def test_rnn_form():
-    """Compare layers whose attention sees the token before alone with the recurrence of z.
+    """Compare layers whose attention sees only the token before with the recurrence of z.
 
     A part of the width holds the place of a token, one channel for each. Queries ask for the place
     before their own, and their norm has a large weight, so that nothing else counts. Neither V nor
@@ -260,7 +258,7 @@ def test_stability_direct_term():
 
 
 def test_stability_condition():
-    """The largest factor by which d z_k / d x_1 stretches a vector grows for alpha above 1 alone.
+    """The norm of d z_k / d x_1 grows with k only if alpha is above 1.
 
     V is orthonormal and symmetric, with eigenvalues 1 and -1: the largest that it may have.
     """
@@ -331,16 +329,3 @@ def random_weights(config: Any, width: int, seed: int = 0) -> Any:
         if matrix.ndim == 2:
             nn.init.normal_(matrix, std=1.5 * matrix.shape[1] ** -0.5, generator=generator)
     return block
-
-
-@pytest.mark.parametrize("k", [1, 2, 5])
-def test_stirling_numbers_count_permutations_by_their_cycles(k):
-    found = [0] * (k + 1)
-    for permutation in permutations(range(k)):
-        cycles, left = 0, set(range(k))
-        while left:
-            place, cycles = left.pop(), cycles + 1
-            while (place := permutation[place]) in left:
-                left.remove(place)
-        found[cycles] += 1
-    assert cycle_counts(k) == found

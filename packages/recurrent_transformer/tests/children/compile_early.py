@@ -22,7 +22,7 @@ WAIT, WRITE = "griddepcontrol.wait", "st.global"
 
 
 def steps(kind, run, B, n=2, C=1024, F=4096, H=16, S=3):
-    """Return the kernels that steps of a tile launch, and of which those wait, by name."""
+    """Return the names of all kernels that steps of a tile launch, and of those that wait."""
     form = Form(H, 1.0, "rms", 1e-5, True, 1)
 
     def empty(*size):

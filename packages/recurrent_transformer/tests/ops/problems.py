@@ -37,7 +37,7 @@ def problem(case, n=2, H=2, D=4, F=12, *, norm="rms", alibi=True, dtype=torch.fl
 
 
 def layers(impl="eager", *, seen=None, **options):
-    """The op as a function of tensors by name: z, and the pairs; what holds anything as 0."""
+    """The op as a function of tensors by name: z and the pairs, 0 in padding and unused slots."""
 
     def call(x, k=None, v=None, **weights):
         past = None if k is None else Past(k, v, seen)

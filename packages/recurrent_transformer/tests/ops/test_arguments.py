@@ -1,4 +1,4 @@
-"""Each argument of the public op replaced by something else: one line that names it, or right."""
+"""A wrong argument of the public op gives one line that names it, or a right result."""
 
 import pytest
 import torch

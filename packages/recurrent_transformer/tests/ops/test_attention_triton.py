@@ -63,14 +63,14 @@ def keys_of(m, S, B, C, *, slots, first, seen=None, dtype):
 
 
 def wide(x):
-    """Convert a tensor, or those of a tuple, to float32; copies."""
+    """Copy a tensor, or those of a tuple, to float32."""
     if isinstance(x, tuple):
         return type(x)(*(wide(part) for part in x))
     return x.to(torch.float32, copy=True) if torch.is_tensor(x) and x.is_floating_point() else x
 
 
 def assert_same(names, found, low, truth, dtype):
-    """Compare with `eager` in float32; what is rounded to 16 bits also with its own rounding."""
+    """Compare with `eager` in float32; a 16-bit output also with `eager` in 16 bits."""
     for name, out, yardstick, ref in zip(names, found, low, truth, strict=True):
         rounded = out.dtype != torch.float32
         assert_close(name, out, ref, rtol=RTOL[dtype], low=yardstick if rounded else None)

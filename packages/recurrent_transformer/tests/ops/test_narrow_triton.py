@@ -117,7 +117,7 @@ def test_leaves_back_equal_eager(case, dtype):
         for name in WRITTEN:
             getattr(buffers, name).fill_(NAN)
         run_tile_bwd(Workspace(buffers, w.map(change), slopes, form, parts))
-        buffers.delta[:, 0] = 0  # which nothing in the tile asks for
+        buffers.delta[:, 0] = 0  # nothing in the tile reads it
         return {name: getattr(buffers, name) for name in ("u", "dk", *WRITTEN)}
 
     check(run, dtype, factor=3.0)  # as for the backward of every recurrence

@@ -39,7 +39,7 @@ def normal(*shape, dtype, seed):
 
 
 def steps(x):
-    """Return x as some steps of a tile of more, which are NaN."""
+    """Return x as some steps of a tile; the tile's other steps are NaN."""
     m, s, *rest = x.shape
     return x.new_full((m, s + 3, *rest), NAN)[:, 2 : 2 + s].copy_(x)
 
@@ -55,7 +55,7 @@ def weight_of(x, N, transposed):
 
 
 def values_around(x):
-    """Return how many values are not NaN in the memory that x is a part of."""
+    """Count the values in the memory behind the view x that are not NaN."""
     return (~x.new_empty(0).set_(x.untyped_storage()).isnan()).sum()
 
 
@@ -66,7 +66,7 @@ def run(module, name, x, weight, u):
         module.product(x, weight, out)
         return {"out": out, "returned": module.product(x, weight)}
     if name == "product_partial":
-        # The sum of the parts, and once more where one part alone is written.
+        # The second call may write one part into `out`, and then returns None.
         sums = module.product_partial(x, weight, out)
         again = out if sums is None else sums.sum(0)
         return {"sum": module.product_partial(x, weight).sum(0), "again": again}
@@ -91,7 +91,7 @@ def test_products_equal_eager(name, shape, N, transposed, few, dtype, monkeypatc
     low = run(eager, name, x, weight, u.clone())
     found = run(products, name, x, weight, u)
     for key, wanted in truth.items():
-        # A float32 output is as exact as the reference's, whatever the dtype of the inputs.
+        # A float32 output must be exact, even of inputs in 16 bits.
         exact = found[key].dtype == FLOAT
         rtol = RTOL[found[key].dtype]
         assert_close(key, found[key], wanted, rtol=rtol, low=None if exact else low[key])

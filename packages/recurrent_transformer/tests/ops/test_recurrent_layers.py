@@ -1,7 +1,6 @@
 """All recurrent layers at once: tiles against the definition, limits, packing, the past."""
 
 from itertools import pairwise
-from math import factorial
 
 import pytest
 import torch
@@ -51,7 +50,7 @@ def check(case, n=2, H=2, D=4, F=12, *, norm="rms", alibi=True, dtype=EXACT, see
         case, n, H, D, F, norm=norm, alibi=alibi, dtype=dtype, seed=seed
     )
     found, wanted = (run(impl, inputs, options | more, pull) for impl in ("eager", "reference"))
-    # A query that sees one token alone has no gradient; what is left of it is rounding.
+    # The gradient of a query that sees one token is 0, but for rounding: hence atol.
     assert_same(found, wanted, RTOL[dtype], 1e-12 if dtype == EXACT else 1e-6)
 
 
@@ -155,22 +154,6 @@ def test_each_output_can_be_pulled_alone(name, pulled):
     assert_same(found, run("reference", inputs, options, zeroed), 1e-10)
 
 
-def test_a_wavefront_equals_one_layer_after_another():
-    inputs, options, pull = problem((2, 37, {"seen": (3, 0)}), 3)
-
-    def stepwise(x, k, v, **weights):
-        pairs = []
-        for i in range(3):
-            own = {name: w[i : i + 1] for name, w in weights.items()}
-            x, *pair = layers("eager", **options)(x, k[i : i + 1], v[i : i + 1], **own)
-            pairs.append(pair)
-        return x, *(torch.cat(parts) for parts in zip(*pairs, strict=True))
-
-    (z, k, v), gradients = grads(stepwise, inputs, pull)
-    wanted = {"z": z, "k": k, "v": v} | {f"d{name}": g for name, g in gradients.items()}
-    assert_same(run("eager", inputs, options, pull), wanted, 1e-12)
-
-
 @pytest.mark.parametrize("norm", ["rms", "layer", "none"])
 def test_a_block_as_long_as_the_sequence_is_a_transformer(norm):
     inputs, options, pull = problem((2, 21, {}), 1, norm=norm, alibi=False)
@@ -190,28 +173,6 @@ def test_a_block_as_long_as_the_sequence_is_a_transformer(norm):
         (z, *_), gradients = grads(transformer, inputs, pull)
         wanted = {"z": z} | {f"d{name}": g for name, g in gradients.items()}
         assert_same(run("eager", inputs, options, pull), wanted, 1e-10)
-
-
-@pytest.mark.parametrize("impl", ["reference", "eager"])
-def test_uniform_attention_has_the_gradients_of_theorem_1(impl):
-    T, C, alpha = 17, 3, 0.8
-    inputs, options, _ = problem((1, T, {}), 1, 1, C, norm="none", alibi=False)
-    inputs["wq"].zero_()
-    inputs["down"].zero_()
-    inputs["wo"] = torch.eye(C, dtype=EXACT)[None]
-    options["residual_scale"] = alpha
-    weights = {name: w for name, w in inputs.items() if name != "x"}
-    jacobian = torch.autograd.functional.jacobian(
-        lambda x: layers(impl, **options)(x, **weights)[0], inputs["x"]
-    )[0, :, :, 0, 0]
-    stirling = [1]  # unsigned, of the first kind: c(k, 0), c(k, 1), ...
-    for k in range(1, T + 1):
-        shifted, scaled = [0, *stirling], [(k - 1) * c for c in stirling] + [0]
-        stirling = [a + b for a, b in zip(shifted, scaled, strict=True)]
-        powers = [torch.linalg.matrix_power(alpha * inputs["wv"][0], r) for r in range(k + 1)]
-        wanted = sum(c * power for c, power in zip(stirling, powers, strict=True)) / factorial(k)
-        own = torch.eye(C, dtype=EXACT) if k == 1 else 0  # z_1 holds x_1 itself
-        assert_close(f"dz_{k}/dx_1", jacobian[k - 1], wanted + own, rtol=1e-10)
 
 
 @pytest.mark.parametrize("impl", ["reference", "eager"])
@@ -335,22 +296,6 @@ def test_segments_with_their_past_equal_the_whole_with_gradients(splits):
     (z, *_), gradients = grads(segments, inputs, pull)
     found = {"z": z} | {f"d{name}": g for name, g in gradients.items()}
     assert_same(found, run("eager", inputs, options, pull), 1e-10)
-
-
-@pytest.mark.parametrize("block_size", [1, 4])
-@pytest.mark.parametrize("at", [5, 20, 36])
-def test_the_future_and_other_rows_change_nothing(at, block_size):
-    inputs, options, _ = problem((2, 37, {}), 3, dtype=torch.float32)
-    call = layers("eager", block_size=block_size, **options)
-    z, *_ = call(**inputs)
-    changed = inputs | {"x": inputs["x"].clone()}
-    changed["x"][0, at:] = -7.0
-    again, *_ = call(**changed)
-    assert torch.equal(again[0, :at], z[0, :at])
-    assert not torch.equal(again[0, at:], z[0, at:])
-    assert torch.equal(again[1], z[1])
-    alone, *_ = call(**inputs | {"x": inputs["x"][1:]})
-    assert_close("alone", alone[0], z[1], rtol=1e-6)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 64])

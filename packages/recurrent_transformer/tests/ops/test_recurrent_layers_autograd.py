@@ -17,7 +17,6 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.operands import Matrices
 from mezzo_recurrent_transformer.ops.recurrent_layers.workspace import Call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from . import problems
 from .problems import layers
@@ -208,29 +207,6 @@ def test_the_backward_makes_two_tensors_of_all_layers_and_tokens():
         backward(dz, None, Kept(stream, None), call)
     # Keys and values; the layers' inputs and outputs are views of the stream.
     assert len(made.memory.keys() - {stream.untyped_storage().data_ptr()}) == 2
-
-
-@pytest.mark.parametrize("name", ["packed", "past"])
-def test_activation_checkpointing_gives_the_same_gradients(name):
-    inputs, options, _ = problem(CASES[name])
-    call = layers(**options)
-
-    def again(**tensors):
-        return checkpoint(call, use_reentrant=False, **tensors)
-
-    for name, value in gradients(again, inputs).items():
-        assert torch.equal(value, gradients(call, inputs)[name]), name
-
-
-def test_two_micro_batches_give_the_gradients_of_both_at_once():
-    inputs, options, _ = problem((4, 18, {}))
-    call, names = layers(**options), [name for name in inputs if name != "x"]
-    leaves = {name: inputs[name].clone().requires_grad_() for name in names}
-    for half in inputs["x"].chunk(2):
-        loss(call(half, **leaves)).backward()
-    whole = gradients(call, inputs)
-    for name in names:
-        assert_close(name, leaves[name].grad, whole[name], rtol=1e-5)
 
 
 def test_frozen_weights_get_no_gradient():

@@ -212,7 +212,7 @@ def test_calls_in_inference_mode_leave_nothing_that_training_may_not_overwrite()
 
 
 def test_what_is_kept_in_inference_mode_can_be_overwritten_outside_of_it(monkeypatch):
-    """As above, for a CPU, which keeps nothing."""
+    """The test above on a CPU, with CUDA graphs replaced: a CPU keeps no memory of its own."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(graphs, "capture", lambda call, pool=None: (None, call()))
     inputs, _, options = problem((2, 3, 39, 2, 16, "rms", 1))
@@ -230,21 +230,21 @@ def test_what_is_kept_in_inference_mode_can_be_overwritten_outside_of_it(monkeyp
 
 
 class Replayed:
-    """Stands for a CUDA graph, which a CPU has not."""
+    """Stands for a CUDA graph, which a CPU lacks."""
 
     def __init__(self, call):
         self.replay = call
 
 
 class OnAGPU(torch.Tensor):
-    """Says that it is on a GPU."""
+    """A CPU tensor that claims to be on a GPU."""
 
     is_cuda = True
 
 
 @pytest.fixture
 def replaying(monkeypatch):
-    """Let a CPU capture and replay."""
+    """Let a CPU pretend to capture graphs and to replay them."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(graphs, "capture", lambda call, pool=None: (Replayed(call), None))
     monkeypatch.setattr(workspace, "_kept", graphs.Latest())
@@ -253,7 +253,7 @@ def replaying(monkeypatch):
 
 
 def run_a_tile(impl, ran):
-    """Run a tile of two layers on what says that it is a GPU; its steps append their parts."""
+    """Run a tile of two layers on a pretended GPU; each step appends its parts to `ran`."""
     inputs, _, options = problem((2, 3, 39, 2, 16, "rms", 1))
     weights = LayerWeights(**{name: w for name, w in inputs.items() if name != "x"})
     matrices, slopes = Matrices.of(weights, torch.float32), options["alibi_slopes"]

@@ -43,7 +43,7 @@ def normal(*shape, dtype=torch.float32):
 
 
 def tile_of(m, S, B, H, C, dtype):
-    """Random contents; o as the forward has it."""
+    """Random contents, with o in float32 as in the forward."""
     q, kt, vt, k, v = (normal(m, S, B, C, dtype=dtype) for _ in range(5))
     return Attending(q, kt, vt, k, v, normal(m, S, B, C), normal(m, S, B, H))
 
@@ -63,7 +63,7 @@ def wide(x):
 
 
 def assert_same(names, found, low, truth, dtype):
-    """Compare with `eager` in float32; what is rounded to 16 bits also with its own rounding."""
+    """Compare with `eager` in float32; a 16-bit output also with `eager` in 16 bits."""
     for name, out, yardstick, ref in zip(names, found, low, truth, strict=True):
         rounded = out.dtype != torch.float32
         assert_close(name, out, ref, rtol=RTOL[dtype], low=yardstick if rounded else None)
