@@ -1,4 +1,4 @@
-"""RAT's layers and configurations, each argument replaced: one clear line, or a right result."""
+"""A wrong argument of a layer or a configuration gives one line, or a right result."""
 
 import pytest
 import torch

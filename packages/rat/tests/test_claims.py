@@ -1,4 +1,4 @@
-"""Each table and claim of the paper is answered, and each criterion can come out against it."""
+"""The claims read the speed tables: which measurements they join, and which they leave out."""
 
 from mezzo_core.reproduction.measurement import Entry, Measurement, entries
 from mezzo_rat.reproduction.claims import LENGTHS, both_phases, positions_that_fit

@@ -1,4 +1,4 @@
-"""What torch.compile makes of the package on a CPU: right to the last token, with its inductor."""
+"""torch.compile on a CPU, with its inductor, is right to the last token."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def _compile_anew():
 
 
 def forms(mixer, num_tokens):
-    """A plain call, a packed one, and one of prompts of different lengths."""
+    """The arguments of a plain call, of a packed one, and of a padded prompt."""
     borders = torch.tensor([0, num_tokens // 3, num_tokens])
     lengths = torch.tensor([num_tokens - 5])
     return {
@@ -75,8 +75,8 @@ def test_the_inductor_finds_the_chunk_of_every_token():
             assert value is None or torch.equal(getattr(got, name), value), name
 
 
-# Compiling a mixer in C++ takes its seconds: 16 is the length at which the inductor splits a loop.
-# RAT has the gates, the chunks and the attention of the other two.
+# Compiling in C++ is slow, so RAT, which has every part of the other two, stands for them. At 16
+# tokens a chunk the inductor splits a loop.
 @pytest.mark.slow
 def test_the_inductor_trains_on_every_token():
     check_compiled(CONFIGS[0], "inductor", [100], ["plain"])
@@ -84,7 +84,7 @@ def test_the_inductor_trains_on_every_token():
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
 def test_each_form_compiles_to_one_graph_of_any_length(config):
-    """Prompts after a state have all that a backward is made of."""
+    """Prompts after a state run every part of the backward."""
     for backend, names in (("eager", ["plain", "packed"]), ("aot_eager", ["prompts"])):
         counter = CompileCounterWithBackend(backend)
         check_compiled(config, counter, [100, 17, 194], names, any_length=True)

@@ -1,4 +1,4 @@
-"""What the paper says that a longer context costs each layer, counted in ours."""
+"""A longer context costs each of our layers what the paper says."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def by_torch(mixer, T):
 
 @pytest.mark.parametrize("count", [by_torch, lambda mixer, T: mixer.flops_per_token(T)])
 def test_flops(count):
-    """What a context adds is nothing for the RNN, and an L-th of attention's for RAT."""
+    """A longer context costs the RNN nothing, and RAT an L-th of what it costs attention."""
 
     def added(config):
         mixer = config.build(C)
@@ -37,7 +37,7 @@ def test_flops(count):
 
 @pytest.mark.parametrize(("T", "printed"), [(8192, 128), (16_384, 256), (32_768, 512)])
 def test_reversed_chunks(T, printed):
-    """The chunk size, a power of two, at which the reversed design costs what RAT(L=64) does."""
+    """At this chunk size, a power of two, the reversed design costs about as much as RAT(L=64)."""
 
     def cost(config):
         mixer = on_meta(config, 1024)

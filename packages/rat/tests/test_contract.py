@@ -17,7 +17,7 @@ AS_OTHERS = [
     RATConfig(4, head_dim=8, gate_rank=4, num_heads=6),
     RATReversedConfig(4, head_dim=4, gate_rank=3, span=4),
 ]
-"""Forms whose state is as that of another form."""
+"""Forms with the same state as another form."""
 CONFIGS = [
     RATConfig(4, head_dim=4),
     RATConfig(1, head_dim=4),
@@ -74,7 +74,7 @@ def test_a_state_of_other_sizes_or_another_mixer_is_refused():
     ("config", "changes"),
     [
         (RATConfig(4, head_dim=4), {"chunk_size": 4, "head_dim": 4, "num_groups": 2}),
-        (RATConfig(4, head_dim=4), {"gate_rank": 4, "rope_base": 1.0, "rope": "token"}),
+        (RATConfig(4, head_dim=4), {"gate_rank": 4, "rope_base": 1.0, "rope": "token", "span": 4}),
         (LinearRNNConfig(), {"span": 4}),
         (RATReversedConfig(4, head_dim=4), {"chunk_size": 4, "head_dim": 4, "gate_rank": 4}),
         (RATReversedConfig(4, head_dim=4), {"span": 4, "rope_base": 1.0}),

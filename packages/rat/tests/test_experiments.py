@@ -1,4 +1,4 @@
-"""The trainings of experiments/: what a full run is."""
+"""Full runs of experiments/train_small.py train what its docstring says."""
 
 import runpy
 from pathlib import Path

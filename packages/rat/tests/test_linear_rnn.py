@@ -35,8 +35,3 @@ def test_weights_and_flops_are_those_of_four_squares(mixer):
     # 8 C^2 of projections; f h + (1 - f) v takes two products and a sum, z h one product.
     assert mixer.flops_per_token(7) == 8 * C**2 + 4 * C
     assert mixer.state_bytes(1) == mixer.state_bytes(10**6)
-
-
-def test_an_empty_span_is_refused():
-    with pytest.raises(ValueError, match="span must be 1 or more, got 0"):
-        LinearRNNConfig(span=0).build(C)

@@ -12,24 +12,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 C = 16
-CONFIGS = [
-    RATConfig(1, head_dim=4),
-    RATConfig(4, head_dim=4),
-    RATConfig(4, head_dim=8, num_groups=1, rope="token"),
-    RATConfig(3, head_dim=4, num_groups=None, gate_rank=4),
-    RATConfig(5, head_dim=4, rope=None),
-    RATConfig(100, head_dim=4),
-]
-
-
-@pytest.fixture(params=CONFIGS, ids=str)
-def mixer(request):
-    torch.manual_seed(0)
-    mixer = request.param.build(C)
-    for part in mixer.modules():
-        if isinstance(part, nn.Linear):
-            nn.init.normal_(part.weight, std=0.5)
-    return mixer
 
 
 @pytest.mark.gpu
@@ -87,13 +69,6 @@ def test_bfloat16_weights_give_bfloat16_outputs_and_float32_running_states():
     assert state.k.dtype == torch.float32
 
 
-def test_gradients_reach_every_weight(mixer):
-    mixer(torch.randn(2, 9, C))[0].square().sum().backward()
-    for name, weight in mixer.named_parameters():
-        assert weight.grad is not None, name
-        assert weight.grad.abs().sum() > 0, name
-
-
 @pytest.mark.parametrize(
     ("chunk_size", "span", "high"), [(16, None, 15.0), (2, None, 1.0), (64, 16, 15.0)]
 )
@@ -135,11 +110,8 @@ def test_mean_logits_count_earlier_ends_and_the_token_itself(num_tokens, chunk_s
     assert mean_logits(num_tokens, chunk_size) == pytest.approx(counted)
 
 
-def test_no_tokens_see_no_logits():
-    assert mean_logits(0, 16) == 0
-
-
 def test_mean_logits_are_half_the_chunks_as_the_paper_counts():
+    assert mean_logits(0, 16) == 0
     assert mean_logits(4096, 16) == (4096 / 16 + 1) / 2
     assert mean_logits(4096, 1) == (4096 + 1) / 2  # attention
     assert mean_logits(4096, 4096) == 1  # RNN
@@ -164,12 +136,8 @@ def test_flops_are_those_that_torch_counts_and_the_elementwise_ones(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (RATConfig(0), "chunk_size must be 1 or more"),
         (RATConfig(head_dim=3), "head_dim must divide d_model = 16"),
         (RATConfig(head_dim=4, num_groups=3), "num_groups must divide the 4 heads"),
-        (RATConfig(head_dim=4, num_groups=0), "num_groups must be 1 or more"),
-        (RATConfig(head_dim=4, gate_rank=0), "gate_rank must be 1 or more"),
-        (RATConfig(head_dim=4, span=0), "span must be 1 or more"),
         (RATConfig(head_dim=1, rope="chunk"), "rope needs an even head_dim"),
     ],
 )

@@ -109,8 +109,8 @@ class RAT(AbstractMixer):
         """Copy the matrices of softmax attention, so that a Transformer can become a RAT.
 
         Keys and values that heads share are repeated. The output gates start at 1/2 for every
-        token, and Wo is doubled: with chunks of one token and forget gates at 0, the outputs are
-        those of the attention.
+        token, and Wo is doubled: with chunks of one token and forget gates at 0, the mixer equals
+        the attention.
 
         Args:
             wq: (HQ D, C), with as many heads as the mixer.

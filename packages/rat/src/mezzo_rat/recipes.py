@@ -178,7 +178,7 @@ def paper_200m(seq_len: int) -> Hyperparameters:
 def paper_1p3b(seq_len: int, rope_base: float) -> Hyperparameters:
     """The 1.3B models (appendix A.2): 100B tokens of FineWeb-Edu, 2M a step.
 
-    The text does not give AdamW's betas; these are those of the released code.
+    The text does not give AdamW's betas; these are the released code's.
     """
     tokens = 2**21
     return Hyperparameters(
@@ -262,6 +262,6 @@ DESCRIPTIONS = {
     "reversed_c64": "RAT-Reversed, 64 chunks",
     "reversed_c128": "RAT-Reversed, 128 chunks",
 }
-"""What each architecture is, for the list of recipes."""
+"""A description of each architecture, for the list of recipes."""
 SUMMARIES = by_size(SIZES, lambda _, architecture: DESCRIPTIONS[architecture])
-"""What each recipe is."""
+"""The description of each recipe."""

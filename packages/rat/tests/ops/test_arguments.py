@@ -1,4 +1,4 @@
-"""Each argument of the public ops replaced by something else: one line that names it, or right."""
+"""A wrong argument of a public op gives one line that names it, or a right result."""
 
 import pytest
 import torch

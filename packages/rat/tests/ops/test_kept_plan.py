@@ -49,7 +49,7 @@ def test_another_call_gets_another_plan():
 
 
 def on_gpu(stream, monkeypatch, *, capturing=False):
-    """Return what plans read of a tensor, as on a GPU whose current stream is `stream`."""
+    """Return what a plan needs of a GPU tensor; the current stream is `stream`."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=stream)

@@ -22,12 +22,3 @@ def test_an_op_and_its_folder_can_be_imported_in_either_order(order):
     command = [sys.executable, "-c", "".join(order) + SAME]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_package_has_every_public_name_of_its_ops():
-    import mezzo_rat.ops
-    from mezzo_rat.ops.gated_scan import GatedScanOutput
-    from mezzo_rat.ops.rat_attention import RATState
-
-    assert mezzo_rat.ops.GatedScanOutput is GatedScanOutput
-    assert mezzo_rat.ops.RATState is RATState

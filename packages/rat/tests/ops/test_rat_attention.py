@@ -462,14 +462,7 @@ def test_a_decoding_step_compiles_and_reports_a_state_that_is_full():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"v": torch.zeros(2, 4, 8)}, ValueError, "v must be"),
         ({"v": torch.zeros(2, 4, 2, 0)}, ValueError, "v must be .* D at least 1"),
-        ({"q": torch.zeros(2, 4, 3, 4)}, ValueError, "k must be"),
-        ({"q": torch.zeros(2, 4, 2, 4)}, ValueError, "k must be"),
-        ({"k": torch.zeros(2, 3, 1, 4)}, ValueError, "k must be"),
-        ({"g": torch.zeros(2, 4, 1, 4)}, ValueError, "g must be"),
-        ({"z": torch.zeros(2, 4, 2, 3)}, ValueError, "z must be"),
-        ({"gate_bias": torch.zeros(8)}, ValueError, "gate_bias must be"),
         ({"g": torch.zeros(2, 4, 2, 4, dtype=torch.int64)}, TypeError, "g must be floating"),
         (
             {"k": torch.zeros(2, 4, 1, 4, dtype=torch.float64)},
@@ -482,9 +475,6 @@ def test_a_decoding_step_compiles_and_reports_a_state_that_is_full():
             "k is on meta, v on cpu",
         ),
         ({"q": torch.zeros(2, 4, 1, 4, dtype=torch.float8_e4m3fn)}, TypeError, "q must be float"),
-        ({"chunk_size": 0}, ValueError, "chunk_size must be"),
-        ({"chunk_size": 2.0}, TypeError, "chunk_size must be"),
-        ({"chunk_size": True}, TypeError, "chunk_size must be"),
         ({"scale": float("nan")}, ValueError, "scale must be finite"),
         ({"rope_base": 0.0}, ValueError, "rope_base must be positive"),
         ({"rope": "tokens"}, ValueError, 'rope must be "chunk"'),

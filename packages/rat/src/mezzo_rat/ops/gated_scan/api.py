@@ -60,8 +60,8 @@ def gated_scan(
         float64), h after the last real token; without real tokens, the initial state.
 
     Raises:
-        TypeError: if a tensor's dtype is not one of those above.
-        ValueError: if a shape, a device, `cu_seqlens`, `lengths` or `impl` is not as above.
+        TypeError: if a tensor has a wrong dtype.
+        ValueError: if a shape, a device, `cu_seqlens`, `lengths` or `impl` is wrong.
     """
     _check(zvg, gate_bias, initial_state, cu_seqlens, lengths)
     unsupported = "float64; supported: float32, bfloat16, float16"

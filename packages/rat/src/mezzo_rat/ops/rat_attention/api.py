@@ -72,7 +72,7 @@ def chunk_rat_attention(
     Any T and L >= 1 work, and a new T compiles nothing. The kernels use no atomics, so repeats are
     equal to the bit. A NaN or an infinity at a token changes no earlier token and no other
     sequence; in the padding it changes nothing. In eager code on a CPU it changes no gradient of
-    other packed sequences either; elsewhere a gradient of 0 is multiplied by it.
+    other packed sequences either; elsewhere it may, as 0 times NaN is NaN.
 
     Args:
         q: queries of G groups; head h uses group h % G. G divides H.
@@ -123,7 +123,7 @@ def chunk_rat_attention_projected(
     cu_seqlens: Int[Tensor, "borders"] | None = None,
     impl: Impl = "auto",
 ) -> RATAttentionOutput:
-    """Compute chunk_rat_attention from the output of one projection, which gets one gradient.
+    """Compute chunk_rat_attention from the output of one projection; its gradient is one tensor.
 
     `zvgqk` holds z, v and g of H·D channels each, then q and k of G·D channels each, side by side:
     W = (3 H + 2 G) D. The other arguments and the errors are those of `chunk_rat_attention`.
@@ -164,7 +164,7 @@ def recurrent_rat_attention(
         op, Parts(z, v, g, q, k), gate_bias, chunk_size, rope, rope_base, scale, initial_state,
         lengths,
     )  # fmt: skip
-    resolve_impl(op, impl, v.device, _NO_STEPS)
+    resolve_impl(op, impl, v.device, "a loop over tokens; supported: reference")
     if v.shape[1] == 0:  # there is no step to take; the chunk form's empty results have gradients
         return _by_reference(replaced(request, lengths=None), "reference")
     return _by_steps(request)
@@ -212,9 +212,6 @@ def step_rat_attention_(
     for old, new in zip(state, after, strict=True):
         old.copy_(new)
     return y
-
-
-_NO_STEPS = "a loop over tokens; supported: reference"
 
 
 def _by_steps(r: Request) -> RATAttentionOutput:

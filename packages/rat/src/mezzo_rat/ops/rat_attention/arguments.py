@@ -79,7 +79,7 @@ class Saved(NamedTuple):
 
 
 class SavedContinued(NamedTuple):
-    """The same, of rows that continue a state."""
+    """The same for rows that continue a state."""
 
     x: Tensor
     gate_bias: Tensor | None
@@ -94,13 +94,13 @@ class SavedContinued(NamedTuple):
     y: Tensor
     lse: Tensor
     k_ends: Tensor
-    """(B, N + 1, H, D): k~ at the end of each chunk, rotated; the last slot holds nothing."""
+    """(B, N + 1, H, D): k~ at the end of each chunk, rotated; the last slot is unused."""
     v_ends: Tensor
     """(B, N + 1, H, D): v~ at the end of each chunk."""
 
 
 class Pulled(NamedTuple):
-    """The gradients of what continuing a state returns, but for lse; of the ends, None is zeros."""
+    """The gradients of a continued state's results except lse; None for the ends means zeros."""
 
     dy: Tensor
     """(B, T, H, D)."""

@@ -136,7 +136,7 @@ class Plan(NamedTuple):
 
 
 LONGEST_KEPT = 4096
-"""Tokens of the longest rows whose plan is kept; a longer one saves little time for its memory."""
+"""Rows with more tokens keep no plan: it would save little time for its memory."""
 
 
 def plain_plan(x: Tensor, form: Form) -> Plan:
@@ -153,7 +153,7 @@ def kept_plan(x: Tensor, form: Form) -> Plan:
     # In a CUDA graph a tensor has no values before the replay.
     if sizes.T > LONGEST_KEPT or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         return _plain_plan(sizes, form, x.device)
-    # On another stream it might be read before it is computed.
+    # Another stream could read the plan before it is computed.
     stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
     return _kept_plan(sizes, form, x.device, stream)
 

@@ -66,13 +66,13 @@ def _(
 
 def _gradients(plain: PlanMaker, dy: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Return dx (B, T, W) and parts of dbias (·, H, D), an empty tensor if there is no bias."""
-    from mezzo_rat.ops.rat_attention.triton.launches import attend_bwd
+    from mezzo_rat.ops.rat_attention.triton.launches import ends_bwd, scan_bwd
 
     n = len(Saved._fields)
     saved = Saved(*rest[:n])
     plan = _plan(saved.x, Form(*rest[n:]), saved.cu_seqlens, plain)
     with torch.cuda.device_of(dy):
-        dx, dbias = attend_bwd(dy, saved, plan)
+        dx, dbias = scan_bwd(saved, ends_bwd(dy, saved, plan), plan)
     return dx, saved.lse.new_empty(0) if dbias is None else dbias
 
 
@@ -147,8 +147,8 @@ def rat_attention_continued(
     x must be finite in the padding too.
 
     Returns:
-        y, the new k, v, k_ends and v_ends, and lse. The ends have one slot more, which holds
-        nothing: so the backward finds them in one piece of memory.
+        y, the new k, v, k_ends and v_ends, and lse. The ends have one unused slot more, so that the
+        backward takes them without a copy.
     """
     from mezzo_rat.ops.rat_attention.triton.launches import attend_continued
 

@@ -1,6 +1,6 @@
 """The decoding state of RAT: the open chunk's running key and value, and the ends of earlier ones.
 
-A chunk's end is its last k~ and v~. The open chunk is the one that is not yet complete.
+A chunk's end is its last k~ and v~. The open chunk is not complete yet.
 """
 
 from typing import NamedTuple

@@ -5,14 +5,14 @@ own k~. Then queries and ends are rotated. The attention to the ends includes ea
 v~ and the output gate.
 
 The backward starts from the projection, the output, its log-sum-exp and the chunks' ends. The
-forward saved nothing of width 2C in float32, so the scan runs again. Each gradient is written at
-the place that its input has in the projection, so nothing has to be concatenated at the end.
+forward saved nothing of width 2C in float32, so the scan runs again. Each gradient is written where
+its input lies in the projection, so nothing is concatenated.
 
 Rows that continue a state take the same kernels. The scan gives the ends of this call's chunks,
 which are copied to their slots between the older ones. The backward takes the gradients of these
 ends out of the slots again; what remains there goes to the older ends.
 
-All launch on the current device, which must be that of the tensors.
+All launch on the current device: callers set it to the tensors' device.
 """
 
 import math
@@ -72,16 +72,16 @@ class Scanned(NamedTuple):
 
 
 class EndsGradients(NamedTuple):
-    """What the backward of the attention hands to that of the scan."""
+    """The gradients that the backward of the attention hands to the backward of the scan."""
 
     dx: Tensor
-    """(B, T, W): the gradient of the projection, of which that of z is complete."""
+    """(B, T, W): the gradient of the projection; only the part of z is complete."""
     do: Tensor
     """(B, T, H, D): the gradient of the output before its gate."""
     delta: Tensor
     """(B, H, T) float32: do · o."""
     dq: Tensor
-    """(B, T, G, D) float32: the part of the ends, of the rotated queries."""
+    """(B, T, G, D) float32: the gradient of the rotated queries through the ends."""
     ds_past: Tensor
     """(B, H, T) float32: the sum of the gradients of each query's logits with the ends."""
     dk_ends: Tensor
@@ -117,7 +117,7 @@ class Continued(NamedTuple):
     v: Tensor
     """(B, H, D): v~ at the last real token."""
     k_ends: Tensor
-    """(B, N + 1, H, D): the slots of all chunks, and one that holds nothing."""
+    """(B, N + 1, H, D): the slots of all chunks, and an unused one."""
     v_ends: Tensor
     """(B, N + 1, H, D)."""
     lse: Tensor
@@ -174,11 +174,6 @@ def attend_ends(x: Tensor, scanned: Scanned, plan: Plan) -> tuple[Tensor, Tensor
         HAS_Z=plan.form.has_z, **settings,
     )  # fmt: skip
     return y, lse
-
-
-def attend_bwd(dy: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, Tensor | None]:
-    """Return the gradient of the projection (B, T, W), and parts of the bias's; see `scan_bwd`."""
-    return scan_bwd(saved, ends_bwd(dy, saved, plan), plan)
 
 
 def ends_bwd(dy: Tensor, saved: Saved | SavedContinued, plan: Plan) -> EndsGradients:
@@ -382,6 +377,6 @@ def ends_settings(
 def tiled(x: Tensor, rows: int) -> TensorDescriptor:
     """Describe x (B, T, H, D), contiguous, for loads of one head of `rows` tokens."""
     B, T, H, D = x.shape
-    if x.data_ptr() % 16:  # as a part of a wider gradient may be; bulk copies begin at 16 bytes
+    if x.data_ptr() % 16:  # bulk copies need this alignment; a part of a wider gradient may lack it
         x = x.clone()
     return TensorDescriptor(x, [B, T, H * D], [T * H * D, H * D, 1], [1, rows, D])
