@@ -29,9 +29,9 @@ class ABCConfig:
     num_slots: int = 64
     """M, the slots of a head's memory."""
     reading: Reading = "text"
-    """"text" follows equations 3 and 4: slots sum what is written, with strengths that shrink as
-    the sequence grows. "code" follows the authors' program: slots average what is written, so
-    older tokens fade."""
+    """"text" follows equations 3 and 4: slots sum the tokens, with strengths that shrink as the
+    sequence grows. "code" follows the authors' program: slots average the tokens, so older ones
+    fade."""
     scaled: bool = False
     """Whether queries are multiplied by D^-1/2, as in the authors' program. The text has no
     scale."""

@@ -9,7 +9,7 @@ from mezzo_core.errors import UserError
 from mezzo_core.paths import check_writable, expanded
 
 NAMES = ("gsa", "gsa_spread", "gla", "retnet", "supra")
-"""Those of `mezzo_gsa.convert.TARGETS`, for a help that needs no torch."""
+"""The names in `mezzo_gsa.convert.TARGETS`, repeated so that --help needs no torch."""
 
 
 def convert_command(
@@ -32,7 +32,7 @@ def convert_command(
 ) -> None:
     """Turn a Transformer into an RNN that keeps its weights, to be fine-tuned.
 
-    Then: `train t2r_gsa --init-from OUT`, and `generate` with the run that makes.
+    Then: `train t2r_gsa --init-from OUT`, and `generate` from that run.
     """
     if to not in NAMES:
         raise UserError(f"--to takes {', '.join(NAMES)}, got {to!r}")

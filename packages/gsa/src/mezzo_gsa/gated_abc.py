@@ -1,4 +1,4 @@
-"""ABC as flash-linear-attention has it: with rotary places, bounded scores and an output gate."""
+"""ABC as in flash-linear-attention: with RoPE, bounded scores and an output gate."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +21,7 @@ from mezzo_gsa.ops.gates import skip_padding
 
 @dataclass(frozen=True)
 class GatedABCConfig:
-    """ABC around an average of what is written, as flash-linear-attention's models have it."""
+    """ABC whose slots average the tokens, as in flash-linear-attention's models."""
 
     num_heads: int = 4
     num_slots: int = 64
@@ -31,7 +31,7 @@ class GatedABCConfig:
     expand_v: float = 1.0
     """Width of all heads' outputs, in units of d_model."""
     rope_base: float | None = 10_000.0
-    """Of the rotary places of queries and keys; None: without places."""
+    """Base of RoPE, which rotates queries and keys; None: no RoPE."""
     score_bounds: tuple[float, float] = (-32.0, 32.0)
     """The least and the largest raw score; scores beyond have no gradient."""
     norm_eps: float = 1e-5
@@ -41,7 +41,7 @@ class GatedABCConfig:
 
         Raises:
             ValueError: if a field has a wrong type or value, the widths do not divide, a head's
-                keys have an odd width although they have places, or the bounds are not in order.
+                keys have an odd width although they have RoPE, or the bounds are not in order.
         """
         return GatedABC(self, d_model)
 
@@ -62,9 +62,9 @@ class GatedABCState(NamedTuple):
 class GatedABC(AbstractMixer):
     """The mixer: y = (RMSNorm(ABC(q, k, v, s)) ⊙ swish(x Wz)) Wo.
 
-    q, k, v = x Wq, x Wk, x Wv, and s = x Ws within bounds. Slots average what is written (the
-    reading "code" of `chunk_abc`), queries and keys have RoPE, the scale is K^-1/2, and the norm is
-    over each head.
+    q, k, v = x Wq, x Wk, x Wv, and s = x Ws within bounds. Slots average the tokens (the reading
+    "code" of `chunk_abc`), queries and keys have RoPE, the scale is K^-1/2, and the norm is over
+    each head.
 
     The rows of `in_proj.weight` are those of Wq, Wk, Wv, Wz and Ws, by head; `out_proj` is Wo.
     """

@@ -72,8 +72,8 @@ class GLA(AbstractConvertible):
     The rows of `in_proj.weight` are those of Wq, Wk, Wv, Wz (if there is an output gate) and W1, by
     head, so that a token takes one product with all of them. `g_proj` is W2 and b, `out_proj` Wo.
 
-    What the norm gets grows with the cube of x. In float16 it overflows where x is about 20 times
-    as large as the norm of a block makes it.
+    The norm's input grows with the cube of x. In float16 it overflows where x is about 20 times as
+    large as a block's norm makes it.
     """
 
     state_type = GLAState

@@ -43,7 +43,7 @@ MAX_SCALE = 1e30
 
 
 FEW_TOKENS = 64
-"""So many are read one after another from a state, where nothing needs a gradient."""
+"""Up to this many tokens after a state run one after another, if nothing needs a gradient."""
 
 
 @dataclass(frozen=True)

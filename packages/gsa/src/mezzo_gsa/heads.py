@@ -69,7 +69,7 @@ def plan_heads(
     widths = []
     for name, expand in (("expand_k", config.expand_k), ("expand_v", config.expand_v)):
         check_number(kind, name, expand, positive=True)
-        width = round(d_model * expand / num_heads, 9)  # `expand` may be a ratio that is rounded
+        width = round(d_model * expand / num_heads, 9)  # `expand` may be a rounded ratio
         if not 1 <= width < 2**63 or width != int(width):
             raise ValueError(
                 f"{kind}: {name} must give each head, of num_heads = {num_heads}, a whole number "
@@ -88,8 +88,8 @@ def norm_and_gate(norm: nn.Module, eps: float, out: Tensor, z: Tensor | None) ->
     """Return RMSNorm(o) ⊙ swish(z), (..., HQ·V), from the heads' outputs o (..., HQ, V).
 
     Args:
-        norm: over V channels, with a weight if it is a plain one.
-        eps: of the norm, if it is a plain one.
+        norm: over V channels; if it is a plain RMSNorm, one kernel computes all.
+        eps: of a plain RMSNorm.
         out: o.
         z: (..., HQ·V), logits of the output gate; None: no gate.
     """

@@ -26,8 +26,8 @@ class HGRN2Config:
     head_dim: int = 128
     """Width of a head's keys and values."""
     lower_bound: float = 0.0
-    """The smallest forget gate, a constant; `lower_bounds` gives those of a model's layers. HGRN2's
-    own bounds are learned: see `mezzo_gsa.HGRN2StackConfig`."""
+    """The smallest forget gate, a constant; `lower_bounds` gives one for each layer of a model.
+    HGRN2's own bounds are learned: see `mezzo_gsa.HGRN2StackConfig`."""
     norm_eps: float = 1e-5
 
     def build(self, d_model: int) -> "HGRN2":
@@ -44,8 +44,8 @@ class HGRN2Config:
 def lower_bounds(num_layers: int) -> list[float]:
     """Return constant lower bounds of the forget gates of a model's layers, the first at 0.
 
-    Upper layers remember longer. HGRN2 learns the bounds, which `HGRN2Stack` does; these are the
-    values with which that learning starts, for layers that are in no such stack.
+    Upper layers remember longer. HGRN2 learns its bounds, as `HGRN2Stack` does; these are the
+    initial ones, for layers outside such a stack.
 
     Raises:
         ValueError: if there is no layer.
@@ -62,8 +62,8 @@ class HGRN2(AbstractMixer):
 
     The rows of `in_proj.weight` are those of Wq, Wg and Wv, by head; `out_proj` is Wo.
 
-    What the norm gets grows with the square of x. In float16 it overflows where x is about 30 times
-    as large as the norm of a block makes it.
+    The norm's input grows with the square of x. In float16 it overflows where x is about 30 times
+    as large as a block's norm makes it.
     """
 
     state_type = GLAState

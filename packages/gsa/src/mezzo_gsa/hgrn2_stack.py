@@ -60,7 +60,7 @@ class HGRN2Stack(Stack):
 
     blocks: "Sequence[BoundedBlock]"
 
-    # `Stack` would look ahead without the bounds; the state is checked as a whole.
+    # `Stack` would look ahead without the bounds, and check the state layer by layer.
     look_ahead = AbstractStack.look_ahead
     check_step = AbstractStack.check_step
 
@@ -131,7 +131,7 @@ class BoundedBlock(Block):
         cu_seqlens: Tensor | None = None,
         lengths: Tensor | None = None,
     ) -> tuple[Tensor, GLAState | None]:
-        """Map (B, T, C) to (B, T, C); as `AbstractBlock.forward` says, `log_bounds` as `HGRN2`."""
+        """Map (B, T, C) to (B, T, C); see `AbstractBlock.forward`, and `HGRN2` for `log_bounds`."""
         x = self.without_padding(x, state, lengths)
         mixed, state = self.mixer(
             self.mixer_norm(x), state, cu_seqlens=cu_seqlens, lengths=lengths, log_bounds=log_bounds

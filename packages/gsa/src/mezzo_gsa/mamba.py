@@ -46,7 +46,7 @@ class MambaState(NamedTuple):
     """The decoding state."""
 
     tokens: Tensor
-    """(B, conv_width - 1, E) float32: what the convolution reads of earlier tokens."""
+    """(B, conv_width - 1, E) float32: the earlier tokens that the convolution reads."""
     h: Tensor
     """(B, E, N) float32."""
 
@@ -81,7 +81,7 @@ class Mamba(AbstractMixer):
         self.conv = ShortConv(E, config.conv_width)
         self.x_proj = Linear(E, sum(self.widths), bias=False)
         self.dt_proj = Linear(rank, E)
-        # Of one axis, because weight decay, which takes matrices, would change all memories.
+        # One-dimensional, so without weight decay, which would change all memories.
         self.log_rates = nn.Parameter(torch.empty(E * N))
         self.skip = nn.Parameter(torch.empty(E))
         self.out_proj = Linear(E, d_model, bias=False)
@@ -97,7 +97,7 @@ class Mamba(AbstractMixer):
         nn.init.uniform_(self.dt_proj.weight, -(self.widths[0] ** -0.5), self.widths[0] ** -0.5)
         bias = self.dt_proj.bias
         steps = nn.init.uniform_(bias, math.log(SHORTEST), math.log(LONGEST)).exp()
-        bias.copy_(steps + torch.log(-torch.expm1(-steps)))  # softplus of it is the time step
+        bias.copy_(steps + torch.log(-torch.expm1(-steps)))  # softplus(bias) = steps
 
     def forward(
         self,

@@ -11,7 +11,7 @@ of a recipe, call `dataclasses.replace(RECIPES[name](), ...)`.
 | 2p7b    | C 2560, 32 layers, 5 heads     | 100B tokens of SlimPajama (Table 1) | 2048 |
 
 Learning rate, warm-up, decay, tokens, heads and slots are the paper's (appendix C.1). The paper
-does not give T, the tokens of a batch and the shape of the 340M model: these are those of its
+does not give T, the tokens of a batch and the shape of the 340M model: we take them from its
 authors' GLA models of the same sizes. HGRN2 is a stack, whose layers learn their lower bounds
 together. AdamW's betas, the clipping and eps are our defaults.
 """
@@ -67,8 +67,8 @@ class Hyperparameters(AbstractHyperparameters):
         return AttentionConfig(head_dim=self.attention_width)
 
 
-# Each architecture is a tuple of mixers that repeats through the depth. HGRN2's epsilon is that
-# of flash-linear-attention's models, so that it can be written as one.
+# Each architecture is a tuple of mixers that repeats through the depth. HGRN2 has the epsilon of
+# flash-linear-attention's models, so that `to_fla` can write it.
 ARCHITECTURES: Mapping[str, Callable[[Hyperparameters], tuple[MixerConfig, ...]]] = {
     "gsa": lambda s: (s.gsa(),),
     "gsa_m32": lambda s: (s.gsa(32),),
@@ -259,9 +259,9 @@ DESCRIPTIONS = {
     "attention": "softmax attention (Transformer++)",
     "gsa_attention": "GSA and softmax attention in turn",
 }
-"""What each architecture is, for the list of recipes."""
+"""A description of each architecture, for the list of recipes."""
 SUMMARIES = {
     **by_size(SIZES, lambda _, architecture: DESCRIPTIONS[architecture]),
     **{f"t2r_{target}": f"Mistral 7B, converted, fine-tuned as {target}" for target in TARGETS},
 }
-"""What each recipe is."""
+"""The description of each recipe."""

@@ -57,7 +57,7 @@ class RetNetConfig:
     qk_map: bool = False
     """Whether queries and keys pass a learned matrix and bias before the feature map."""
     norm: Norm = "rms"
-    """Of each head's output. "group" is GroupNorm: it subtracts the mean, and has a bias."""
+    """Norm of each head's output; "group" is GroupNorm, which subtracts the mean and has a bias."""
     norm_eps: float = 1e-6
     rope_scaling: RopeScaling | None = None
     """Makes some pairs of RoPE turn more slowly."""
@@ -91,8 +91,8 @@ class RetNet(AbstractConvertible):
     head; `out_proj` is Wo. `qk_map`, if there is one, is the matrix and bias of SUPRA's feature map
     relu(x W + b), one for the queries and keys of all heads. It starts as the identity.
 
-    What the norm gets grows with the cube of x. In float16 it overflows where x is about 15 times
-    as large as the norm of a block makes it.
+    The norm's input grows with the cube of x. In float16 it overflows where x is about 15 times as
+    large as a block's norm makes it.
     """
 
     state_type = RetNetState

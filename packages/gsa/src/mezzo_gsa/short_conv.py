@@ -50,7 +50,7 @@ class ShortConv(AbstractMixer):
         y = self.bias + self.weight[0] * x
         for i in range(1, self.width):
             earlier = tokens[:, before - i : before - i + T]
-            if cu_seqlens is not None:  # what lies before a sequence is another one's
+            if cu_seqlens is not None:  # earlier tokens may be another sequence's
                 place = sequence_positions(T, cu_seqlens)
                 earlier = earlier.masked_fill((place < i)[..., None], 0)
             y = y + self.weight[i] * earlier

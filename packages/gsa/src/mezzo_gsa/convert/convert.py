@@ -9,11 +9,11 @@ The targets follow the paper's text:
 
 - GLA and RetNet apply ReLU to queries and keys and have no output gate, as in SUPRA. (A footnote
   explains: scores without it can be negative, which the Transformer has never seen.) They have the
-  output norm that SUPRA found to be critical. The keys keep the Transformer's width.
+  output norm, which SUPRA found critical. The keys keep the Transformer's width.
 - RetNet keeps the Transformer's RoPE. GLA and GSA have none.
-- For GSA the text says that only Wα is added, and that it fits because of its softmax. So the layer
-  is that of section 3.3 unchanged: swish on q, k and v, softmax between the passes, swish and
-  RMSNorm on the output. It has no scale in place of softmax attention's D^-1/2.
+- GSA adds only Wα and fits because of its softmax, says the text. So the layer of section 3.3 is
+  unchanged: swish on q, k and v, softmax between the passes, swish and RMSNorm on the output. It
+  has no scale in place of softmax attention's D^-1/2.
 
 A Transformer can look far back from its first step, but GSA's slots start with memories of 12
 tokens. `gsa_spread`, which is not in the paper, is GSA with a bias by which they start with 2 to
@@ -53,7 +53,7 @@ class TakesAttention(Protocol):
 
 
 MakeTarget = Callable[[AttentionConfig, LMConfig], MixerConfig]
-"""A function from an attention layer and the Transformer that it is of to the new layer."""
+"""Takes an attention layer and its Transformer, returns the new layer."""
 
 
 def _heads(attention: AttentionConfig, model: LMConfig) -> tuple[int, float]:
@@ -128,7 +128,7 @@ ROTATED = frozenset({"retnet", "supra"})
 
 
 def convert_config(config: LMConfig, make: MakeTarget) -> LMConfig:
-    """Return the configuration of the model that a Transformer is converted to.
+    """Return the configuration of the converted Transformer.
 
     Args:
         config: every mixer must be softmax attention without `qk_norm` and `qkv_bias`; windows and
@@ -165,7 +165,7 @@ def convert_config(config: LMConfig, make: MakeTarget) -> LMConfig:
 
 
 def _rotates_plainly(mixer: MixerConfig) -> bool:
-    """Tell whether queries and keys have a RoPE whose fields scale nothing, as those of RAT."""
+    """Tell whether a mixer has an unscaled RoPE, as RAT has."""
     fields = vars(mixer)
     is_off = fields.get("rope_base") is None or fields.get("rope", "") is None
     return not is_off and fields.get("rope_scaling") is None
@@ -178,7 +178,7 @@ def convert(
 
     Args:
         config: the Transformer.
-        weights: its `state_dict`. The result shares all with it that is not a mixer's.
+        weights: its `state_dict`. The result shares all weights outside the mixers.
         make: one of `TARGETS`, or a function of yours.
         seed: of the new weights. torch's own generator is not changed.
 

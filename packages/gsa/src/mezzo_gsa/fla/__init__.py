@@ -1,4 +1,4 @@
-"""What leads to flash-linear-attention and back: its checkpoints, and our kernels in its models."""
+"""flash-linear-attention: its checkpoints read and written, and our kernels in its models."""
 
 from mezzo_gsa.fla.accelerate import accelerate_fla as accelerate_fla
 from mezzo_gsa.fla.layout import KINDS as KINDS

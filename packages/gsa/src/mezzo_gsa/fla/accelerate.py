@@ -1,11 +1,11 @@
 """Our kernels in the layers of flash-linear-attention: its models stay as they are.
 
-Its layers of GSA, GLA, HGRN2, RetNet and ABC call functions of q, k, v and others, by names in
-their modules. `accelerate_fla` puts ours behind these names. What ours do not support goes to its
+Its layers of GSA, GLA, HGRN2, RetNet and ABC call functions of q, k and v by names in their
+modules. `accelerate_fla` puts ours behind these names. Calls that ours do not support go to its
 own.
 
-Its other kernels stay. Those of activations and convolutions try up to 30 candidates each at their
-first call, and here only one: such short kernels gain little from a search that takes minutes.
+Its other kernels stay. Its activations and convolutions try up to 30 candidates each at their first
+call, but here only one: such short kernels gain little from a search that takes minutes.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,20 +24,20 @@ from mezzo_gsa.ops.gsa.arguments import unsupported as not_in_gsa
 from mezzo_gsa.retnet import log_decay
 
 RELEASE = "0.6"
-"""The releases of that library whose layers were read."""
+"""The releases of that library that we know."""
 
 
 def accelerate_fla() -> ExitStack:
     """Give models of flash-linear-attention our kernels: GSA, GLA, HGRN2, RetNet and ABC.
 
     Models that were built before have them too. Weights, caches and checkpoints are the library's,
-    and outputs are equal up to rounding. Only ABC's after a cache are not: its own forget how much
-    was written before; ours go on as in a whole text. A call of a kind that our kernels do not
-    support goes to its own kernels. Activations and convolutions, which stay its own, are no longer
-    tuned at the first call. A second call changes nothing.
+    and outputs are equal up to rounding. Only ABC differs after a cache: its own kernels forget how
+    much was written before, ours continue as in a whole text. A call that our kernels do not
+    support goes to the library's. Its activations and convolutions are no longer tuned at the first
+    call. A second call of this function changes nothing.
 
     Returns:
-        What undoes it, by `close()`, or at the end of a `with` block.
+        A stack that undoes all this by `close()`, or at the end of a `with` block.
 
     Raises:
         UserError: if the library is not installed, or of another release than 0.6.
@@ -62,7 +62,7 @@ def accelerate_fla() -> ExitStack:
 
 
 def _tuners() -> Iterator[Any]:
-    """Yield what tunes the library's kernels of activations and convolutions."""
+    """Yield the autotuners of the library's activations and convolutions."""
     for place in ("activations", "causal_conv1d"):
         for kernel in vars(import_module(f"fla.modules.{place}.ops")).values():
             inner = getattr(kernel, "fn", None)  # within heuristics
@@ -76,7 +76,7 @@ def _usual(configs: list[Any]) -> Any:
 
 
 def _in_place_of(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that is ours where that gives a result, and else theirs."""
+    """Return a function that calls ours, and theirs if ours returns None."""
 
     @wraps(theirs)
     def either(*args: Any, **others: Any) -> Any:
@@ -128,7 +128,7 @@ def _abc(
         return None
     state = None
     if initial_state is not None:
-        if len(initial_state) == 2:  # of its own kernel, without the sum of the weights
+        if len(initial_state) == 2:  # a cache of its own kernel lacks the sum of the weights
             return None
         keys, values, z = initial_state
         state = ABCState(keys.transpose(2, 3).contiguous(), values, z)
@@ -179,7 +179,7 @@ def _retention(
 
 
 def _asks_more(others: Mapping[str, Any]) -> bool:
-    """Tell whether an argument that ours do not have is given."""
+    """Tell whether a call has an argument that our kernels lack."""
     return any(value is not None and value is not False for value in others.values())
 
 
@@ -202,4 +202,4 @@ _KERNELS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("multiscale_retention", "fused_recurrent_retention", _retention),
     ("abc", "chunk_abc", _abc),
 )
-"""The module of its layers, the name there, and what takes its place."""
+"""The module of its layers, the function's name there, and our replacement."""

@@ -1,6 +1,6 @@
-"""How flash-linear-attention describes our mixers, and what it calls their weights.
+"""How flash-linear-attention 0.6 describes our mixers and names their weights.
 
-As its release 0.6 writes and reads them. A table has a row for each kind of model.
+The table `KINDS` has a row for each kind of model.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,11 +19,11 @@ from mezzo_gsa.retnet import RetNetConfig
 Values = Mapping[str, Any]
 
 MODEL_EPS = 1e-5
-"""Epsilon of the norm over all channels in its GSA and HGRN2, whatever config.json says."""
+"""Epsilon of the norm over all channels in GSA and HGRN2; config.json does not change it."""
 _GATE_DAMPING, _GATE_RANK = 16.0, 16
-"""Of its GLA, which config.json does not tell."""
+"""Of GLA; they are not in config.json."""
 _ROPE_BASE = 10_000.0
-"""Of its RetNet and ABC, which config.json does not tell."""
+"""Of RetNet and ABC; it is not in config.json."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Kind:
     Attributes:
         architecture: the beginning of its classes' names.
         defaults: for keys that config.json does not have.
-        read: makes our mixer's configuration.
-        write: tells ours by its keys.
-        projections: the parts of our `in_proj`, in their order.
+        read: makes our mixer's configuration from config.json.
+        write: makes config.json's values from our mixer's configuration and d_model.
+        projections: its names of the parts of our `in_proj`, in order.
         others: its names of our mixer's other weights.
     """
 
@@ -134,8 +134,8 @@ def _read_hgrn2(told: Described) -> HGRN2Config:
     width = told.count_or_none("expand_ratio")
     if width is None:
         width = told.count("hidden_size") // told.count("num_heads")
-    # Its queries are divided by the root of the width, ours are not: to the norm that is the same,
-    # with an epsilon of its own.
+    # It divides queries by the root of the width, ours does not; with this epsilon the norm's
+    # output is the same.
     return HGRN2Config(head_dim=width, norm_eps=MODEL_EPS * width)
 
 
@@ -177,7 +177,7 @@ def _write_abc(mixer: GatedABCConfig, d_model: int) -> dict[str, Any]:
 
 
 def _gated_norm(values: Values) -> str:
-    """Return the name of the norm of each head, which has an output gate or not."""
+    """Return the name of each head's norm, which depends on the output gate."""
     is_fused = values.get("fuse_norm", True) and values.get("use_output_gate", True)
     return "g_norm_swish_gate.weight" if is_fused else "g_norm.weight"
 

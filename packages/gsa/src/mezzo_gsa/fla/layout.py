@@ -1,4 +1,4 @@
-"""Checkpoints of flash-linear-attention (fla-hub's): reads them as ours, and writes ours so."""
+"""Reads and writes checkpoints of flash-linear-attention (fla-hub)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -191,7 +191,7 @@ def _described(config: LMConfig) -> tuple[Any, int, MLPConfig, float]:
 def _names(
     kind: Kind, values: Mapping[str, Any], layers: int, tied: bool
 ) -> dict[str, tuple[str, ...]]:
-    """Map our name of every weight to theirs, of which ours has the rows."""
+    """Map our name of every weight to their names; ours concatenates the rows of theirs."""
     names: dict[str, tuple[str, ...]] = {
         ours: (theirs,)
         for theirs, ours in _OUTER.items()
@@ -209,4 +209,4 @@ def _names(
 
 
 LAYOUT = Layout(tuple(KINDS), load_fla, to_fla)
-"""For `export` and `import`."""
+"""The layout for the commands `export` and `import`."""

@@ -1,8 +1,8 @@
 """The layers of Zoology's small models (arXiv 2312.04927), as blocks of core's `LM`.
 
-A layer is `x + mixer(norm x)`, with a LayerNorm and without an MLP; or with the identity in the
-MLP's place, which adds the norm of all that. Attention, which cannot tell a token's neighbours
-otherwise, gets a learned embedding of the position, added by a block before the first layer.
+A layer is y = x + mixer(norm x), with a LayerNorm and without an MLP; or y + norm y, with the
+identity in the MLP's place. Attention could not tell a token's neighbours without positions: a
+block before the first layer adds a learned embedding of them.
 """
 
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ class MixerOnlyConfig:
 
     Attributes:
         mixer: what mixes along time.
-        dropout: share of what comes in that training sets to zero, before norm and residual.
-        identity_mlp: after the mixer add `norm x` once more: the released program leaves the MLP
-            out by taking the identity for it, between its norm and its residual.
+        dropout: share of the inputs that training sets to zero, before norm and residual.
+        identity_mlp: after the mixer, add the norm once more. The released program has the identity
+            in the MLP's place, between its norm and its residual.
     """
 
     mixer: MixerConfig
@@ -122,8 +122,8 @@ class Positions(AbstractBlock):
         """Add the positions; arguments and results as `AbstractBlock.forward` says.
 
         Raises:
-            ValueError: also if a sequence has more tokens than there are positions (on a GPU the
-                outputs of those that are too many mean nothing).
+            ValueError: also if a sequence has more tokens than there are positions (on a GPU these
+                tokens get the last position instead).
         """
         self.check_input(x, state, cu_seqlens, lengths)
         T, last = x.shape[1], self.num_positions - 1

@@ -22,12 +22,12 @@ from mezzo_core.errors import UserError
 from numpy.typing import NDArray
 
 TRAIN_SEED, TEST_SEED = 843828734, 3062119789
-"""Of the rows: what Zoology draws from its own seed 123."""
+"""Seeds of the rows, which Zoology draws from its own seed 123."""
 
 
 @dataclass(frozen=True)
 class MQARConfig:
-    """The task, as what a run reads: rows to train on, and other rows to be tested on.
+    """The task as a run's data: rows to train on, and other rows to test on.
 
     Attributes:
         vocab_size: token 0 is filler, keys are below half of it, values the rest.
@@ -35,8 +35,8 @@ class MQARConfig:
         num_pairs: P, keys and values a row.
         power: exponent of the law of the questions' places, p(i) ~ i^(power - 1), i = 1, 2, ...;
             at most 10.
-        random_non_queries: put a token of the whole vocabulary wherever 0 would be, keys and values
-            among them: what is no question then has to be told from one.
+        random_non_queries: put a random token of the vocabulary wherever 0 would be. It may be a
+            key, so the model has to tell questions from other tokens.
         train_rows: drawn once, for all epochs.
         train_pairs: pairs of the rows to train on, in equal shares, because a model learns from
             rows of few pairs sooner; empty: `num_pairs`, as the test rows always have.

@@ -78,9 +78,8 @@ def chunk_abc(
         out: (B, T, HQ, V) in the dtype of q. final_state: float32 (float64 for float64).
 
     Raises:
-        TypeError: if an argument or a tensor's dtype is not of the kinds above.
-        ValueError: if a shape, a device, `reading`, `scale`, `cu_seqlens` or `impl` is not as
-            above.
+        TypeError: if an argument or a tensor has a wrong type.
+        ValueError: if a shape, a device, `reading`, `scale`, `cu_seqlens` or `impl` is wrong.
     """
     s, state = _prepare("chunk_abc", q, k, v, s, reading, scale, initial_state, cu_seqlens)
     before, z, last = running_lse(s, state.z, cu_seqlens)
@@ -111,17 +110,17 @@ def _prepare(
     if cu_seqlens is not None:
         check_borders(op, cu_seqlens, q.shape[1])
     slots, dtype = (S, *s.shape[2:]), accumulation_dtype(q.dtype)
-    s = _without_gradient_of_nothing(s.to(dtype))
+    s = _detach_minus_infinity(s.to(dtype))
     if initial_state is None:
         k0, v0 = (x.new_zeros(*slots, x.shape[3], dtype=dtype) for x in (k, v))
         return s, ABCState(k0, v0, s.new_full(slots, float("-inf"), dtype=dtype))
     check_parts(op, "initial_state", initial_state, ABCState, shapes_of(slots, k, v), q)
     k0, v0, z0 = (x.to(dtype) for x in initial_state)
-    return s, ABCState(k0, v0, _without_gradient_of_nothing(z0))
+    return s, ABCState(k0, v0, _detach_minus_infinity(z0))
 
 
-def _without_gradient_of_nothing(scores: Tensor) -> Tensor:
-    """Cut the gradients of -inf: where nothing is written, those of its sum would be NaN."""
+def _detach_minus_infinity(scores: Tensor) -> Tensor:
+    """Give scores of -inf no gradient: that of an empty sum would be NaN."""
     return scores.masked_fill(scores == float("-inf"), float("-inf"))
 
 

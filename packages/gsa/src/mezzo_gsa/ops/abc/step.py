@@ -30,8 +30,9 @@ def step_abc_(
     This equals `recurrent_abc` with T = 1; the arguments have no axis of tokens. It has no
     gradients, never waits for the GPU, and can be captured in a CUDA graph.
 
-    The state is float32 (float64 for float64 inputs). Otherwise arguments and errors are those of
-    `chunk_abc`, and `impl` is that of `step_gsa_`; a RuntimeError if a gradient would be needed.
+    The state is float32 (float64 for float64 inputs), and `impl` is as in `step_gsa_`. The other
+    arguments and the errors are those of `chunk_abc`; also a RuntimeError if a gradient would be
+    needed.
     """
     op = "step_abc_"
     check_floating(op, "s", s)

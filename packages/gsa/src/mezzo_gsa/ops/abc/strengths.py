@@ -19,7 +19,7 @@ MIN_LOG_GATE = -30.0
 
 
 def check_reading(op: str, reading: Any) -> None:
-    """Raise a ValueError if there is no such reading of the paper."""
+    """Raise a ValueError if the paper has no such reading."""
     if reading not in get_args(Reading):
         raise ValueError(f'{op}: reading must be "text" or "code", got {reading!r}')
 
@@ -59,9 +59,8 @@ def running_lse(
     """
     if cu_seqlens is not None:
         return _packed_lse(s, z0, cu_seqlens)
-    # A sum of exp(s - top), where top is the largest score so far: no factor is above 1. The
-    # gradient of torch.logcumsumexp takes differences of logarithms, which loses its digits where
-    # scores are large.
+    # Sum exp(s - top), where top is the largest score so far: no factor is above 1. The gradient
+    # of torch.logcumsumexp would lose digits where scores are large, by differences of logarithms.
     scores = torch.cat([z0[:, None], s], dim=1)
     top = scores.detach().cummax(1).values.clamp(min=torch.finfo(s.dtype).min)
     terms = torch.exp(scores - top)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 SEGMENT = 2048
-"""Tokens of a segment, through which one program goes."""
+"""Tokens of a segment; one program computes its states."""
 
 
 class Chunks(NamedTuple):
@@ -64,7 +64,7 @@ def place_chunks(B: int, T: int, length: int, cu_seqlens: Tensor | None) -> Chun
         N = -(-T // length)
         return Chunks(length, N, B, B, -(-N // per_segment), None, None, None)
     S = cu_seqlens.shape[0] - 1
-    N = T // length + S  # each sequence has at most one chunk that is not full
+    N = T // length + S  # each sequence has at most one chunk with fewer tokens
     NS = N // per_segment + S
     borders = cu_seqlens.long()
     num_chunks = (borders.diff() + length - 1) // length

@@ -32,7 +32,7 @@ def check_state(op: str, name: str, state: Any, shape: tuple[int, ...], x: Tenso
 
 
 def check_memory(op: str, name: str, memory: Any, shape: tuple[int, ...], x: Tensor) -> None:
-    """Check a tensor of a state that is overwritten; its dtype must be that of accumulation."""
+    """Check a tensor of a state to be overwritten, which must have the dtype of accumulation."""
     check_state(op, name, memory, shape, x)
     dtype = accumulation_dtype(x.dtype)
     if memory.dtype != dtype:
@@ -80,7 +80,7 @@ def head_shapes(**gates: str) -> dict[str, Shapes]:
 def check_inputs(
     op: str, shapes: Shapes, q: Tensor, k: Tensor, v: Tensor, *gates: Tensor | None, scale: Any
 ) -> None:
-    """Raise a ValueError or TypeError that names the argument which does not fit the others."""
+    """Raise a ValueError or TypeError that names the argument that does not fit."""
     shapes.check(op, q, k, v, *gates)
     check_one_dtype(op, q=q, k=k, v=v)
     check_heads(op, q.shape[-2], k.shape[-2])

@@ -1,4 +1,4 @@
-"""Parts that kernels of decoding steps share: tile widths, loading of inputs, the last norm."""
+"""What the kernels of decoding steps share: tile widths, loads of inputs, the last norm."""
 
 import torch
 import triton

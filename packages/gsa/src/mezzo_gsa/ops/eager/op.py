@@ -1,8 +1,8 @@
 """Loops of eager PyTorch as one op of a compiled graph.
 
 torch.compile would unroll a loop over tokens or chunks, and spend minutes to compile code that runs
-in milliseconds. So a compiled graph has the loop as one op. Outside torch.compile the loop is plain
-eager code, which autograd differentiates.
+in milliseconds. So the loop is one op there. Outside torch.compile it is plain eager code, which
+autograd differentiates.
 """
 
 from collections.abc import Callable
@@ -106,7 +106,7 @@ def _gradients(
     states: list[Tensor],
     *rest: Any,
 ) -> list[Tensor]:
-    # The body of an op runs without autograd, which is needed here.
+    # An op's body runs without autograd: enable it.
     key = torch._C.DispatchKey.AutogradFunctionality
     with torch._C._SetExcludeDispatchKeyGuard(key, False), torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (*inputs, *states)]
@@ -132,8 +132,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     parts, states, cu_seqlens, *ctx.form = inputs
     ctx.num_inputs = len(parts)
     ctx.save_for_backward(*parts, *states, cu_seqlens)
-    # Often only `out` has a gradient. A missing gradient arrives as None, and no tensor of zeros
-    # is made for it.
+    # Often only `out` has a gradient: None costs less than zeros.
     ctx.set_materialize_grads(False)
 
 

@@ -86,8 +86,8 @@ def chunk_gla(
         sequence without tokens keeps its initial state.
 
     Raises:
-        TypeError: if an argument or a tensor's dtype is not of the kinds above.
-        ValueError: if a shape, a device, `scale`, `cu_seqlens` or `impl` is not as above.
+        TypeError: if an argument or a tensor has a wrong type.
+        ValueError: if a shape, a device, `scale`, `cu_seqlens` or `impl` is wrong.
     """
     g, state = _prepare("chunk_gla", q, k, v, g, scale, initial_state, cu_seqlens)
     if resolve_impl("chunk_gla", impl, q.device, unsupported(q, v)) == "triton":

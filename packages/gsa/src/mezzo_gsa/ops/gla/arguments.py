@@ -42,7 +42,7 @@ class LayerForm(NamedTuple):
 
 
 def check_form(op: str, form: Any) -> None:
-    """Raise a ValueError or TypeError that names the field of a `LayerForm` which is not valid."""
+    """Raise a ValueError or TypeError that names the invalid field of a `LayerForm`."""
     if not isinstance(form, LayerForm):
         raise TypeError(f"{op}: form must be a LayerForm, got {type(form).__name__}")
     maps = get_args(StepMap)

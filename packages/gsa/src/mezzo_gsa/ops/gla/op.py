@@ -89,8 +89,7 @@ _call_gla_bwd = undispatched(gla_bwd, replayed(function_of(gla_bwd)))
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.scale = inputs
     ctx.save_for_backward(*tensors)
-    # Often only `out` has a gradient. A missing gradient arrives as None, and no tensor of zeros
-    # is made for it.
+    # Often only `out` has a gradient: None costs less than zeros.
     ctx.set_materialize_grads(False)
 
 

@@ -60,8 +60,8 @@ def step_gla_(
 
     Raises:
         RuntimeError: if a gradient would be needed.
-        TypeError: if a tensor's dtype is not one of those above.
-        ValueError: if a shape, a device or `impl` is not as above.
+        TypeError: if a tensor has a wrong dtype.
+        ValueError: if a shape, a device or `impl` is wrong.
     """
     op = "step_gla_"
     _check(op, q, k, v, g, scale, state)

@@ -115,9 +115,9 @@ def chunk_gsa(
         out: (B, T, HQ, V) in the dtype of q. final_state: float32 (float64 for float64).
 
     Raises:
-        TypeError: if an argument or a tensor's dtype is not of the kinds above.
-        ValueError: if a shape, a device, `scale`, `between`, `cu_seqlens` or `impl` is not as
-            above, or neither g nor s is given.
+        TypeError: if an argument or a tensor has a wrong type.
+        ValueError: if a shape, a device, `scale`, `between`, `cu_seqlens` or `impl` is wrong, or
+            neither g nor s is given.
     """
     gates = check_inputs("chunk_gsa", q, k, v, g, s, scale, between)
     check_state("chunk_gsa", initial_state, q, k, v, gates, cu_seqlens)
@@ -145,16 +145,15 @@ def chunk_gsa_projected(
     keep_states: bool = False,
     impl: Impl = "auto",
 ) -> GSAOutput:
-    """Compute `chunk_gsa` directly from the output of one projection, which gets one gradient.
+    """Compute `chunk_gsa` directly from the output of one projection; its gradient is one tensor.
 
-    x has q, k, v and the gate's logits side by side. The result is that of
+    x has q, k, v and the gate's logits side by side. This equals
     `chunk_gsa(swish(q), swish(k), swish(v), logsigmoid(logits) / damping)`. The kernels compute the
     gate while they load its logits.
 
-    The axis of x has W = (HQ + 2 H) D + H M channels, of HQ = `num_heads` heads of queries, of
-    H = `num_kv_heads` heads of keys and values, which divide these, and of M = `num_slots` slots.
-    Without `swish`, q, k and v are taken as they are. The other arguments, the results and the
-    errors are those of `chunk_gsa`.
+    x has W = (HQ + 2 H) D + H M channels: HQ = `num_heads` heads of queries, H = `num_kv_heads`
+    heads of keys and values (H divides HQ), M = `num_slots` slots. Without `swish`, q, k and v are
+    taken as they are. The other arguments, the results and the errors are those of `chunk_gsa`.
     """
     op = "chunk_gsa_projected"
     keep: Keep = "states" if keep_states else "weights"
@@ -190,13 +189,13 @@ def recurrent_gsa_projected(
     """Process a few tokens of every row: all operations of a GSA layer between its projections.
 
     This equals `step_gsa_projected_` for token after token, but the given state stays as it is. It
-    has no gradients. On a GPU all tokens are two or three kernels, fewer than the form by chunks
-    has, and the memories stay on chip from token to token. But these have no products of matrices,
-    so this is for a few tokens.
+    has no gradients. On a GPU all tokens are two or three kernels, fewer than in the form by
+    chunks, and the memories stay on chip from token to token. But these kernels have no matrix
+    products, so this is for a few tokens.
 
-    x has T tokens of each row, at least one. Of these, `lengths` (B,) int64 are real: what follows
-    them changes no state, and its y is zero. `certain` (B,) int64, at most `lengths`, are what the
-    state is to have read. None stands for all. The other arguments and the errors are those of
+    x has T tokens of each row, at least one. The first `lengths` (B,) int64 of them are real: the
+    others change no state, and their y is zero. The new state has read the first `certain` (B,)
+    int64, at most `lengths`. None stands for all. The other arguments and the errors are those of
     `step_gsa_projected_`.
 
     Returns:

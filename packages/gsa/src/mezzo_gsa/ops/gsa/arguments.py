@@ -85,7 +85,7 @@ class StepForm(NamedTuple):
 
 
 def split_step(x: Tensor, state: GSAState, num_heads: int, gate_logits: Tensor | None) -> Parts:
-    """Return the parts of x (B, W), one token of each row, as views, with the sizes of the state.
+    """Return views of the parts of x (B, W), one token of each row; the state gives the sizes.
 
     The gate logits are the given ones (H·M,), the same for all rows, or else the last part of x.
     """

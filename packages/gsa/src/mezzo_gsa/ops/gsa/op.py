@@ -1,7 +1,7 @@
 """The registered op of gated slot attention's kernels: its schema, its fake and its gradient.
 
-It takes separate tensors, or a projection with q, k, v and the gates' logits side by side. It reads
-a projection in place and gives it one gradient, so nothing is split or concatenated.
+It takes separate tensors, or a projection with q, k, v and the gates' logits side by side. A
+projection is read in place and has one gradient, so nothing is split or concatenated.
 """
 
 from functools import partial
@@ -98,7 +98,7 @@ def _gsa_fake(*arguments: Any) -> tuple[Tensor, ...]:
     saved = Saved(q.new_empty(B, T, HQ, M, dtype=fp32), q.new_empty(B, T, HQ, M))
     if form.keep == "weights":
         return _filled(*results, *saved.tensors)
-    # T may be a symbol. Rows that are shorter than this length have one chunk with a shorter, too.
+    # T may be a symbol, so it does not shorten the chunks here: short rows have one chunk anyway.
     chunks = place_chunks(B, T, chunk_length(dtype, M), t.cu_seqlens)
     N, NS = chunks.num_chunks, chunks.num_segments
     has_starts = chunks.is_split or t.k0 is not None
@@ -125,7 +125,7 @@ def _gsa_bwd(
     saved: list[Tensor | None],
     *arguments: Any,
 ) -> list[Tensor]:
-    """Return the gradients of the inputs that are given, then those of k0 and v0."""
+    """Return the gradients of the given inputs, then those of k0 and v0."""
     from mezzo_gsa.ops.gsa.triton import launches
 
     t, form = _read(arguments)
@@ -192,8 +192,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) 
     ctx.form = inputs[n:]
     _out, _k_last, _v_last, *saved = output
     ctx.save_for_backward(*inputs[:n], *saved)
-    # Often only `out` has a gradient. A missing gradient arrives as None, and no tensor of zeros
-    # is made for it.
+    # Often only `out` has a gradient: None costs less than zeros.
     ctx.set_materialize_grads(False)
 
 

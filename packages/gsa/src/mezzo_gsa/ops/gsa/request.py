@@ -1,4 +1,4 @@
-"""What the op of gated slot attention hands its kernels, what these save, and the sizes of both."""
+"""The arguments of gated slot attention's kernels, the tensors that they save, and the sizes."""
 
 from typing import Any, NamedTuple
 
@@ -72,8 +72,8 @@ SHORTEST = 32
 def chunk_length(dtype: torch.dtype, num_slots: int, longest: int | None = None) -> int:
     """Return L, the largest for which the data that a program needs of a chunk fits on chip.
 
-    If the longest row is known, L is not much longer: of a long chunk of few tokens, such as those
-    of an assistant, a program would mostly compute padding.
+    If the longest row is known, L is not much longer: with few tokens, such as an assistant's, a
+    program would mostly compute padding.
     """
     most = 64
     if dtype == torch.float32 and num_slots > 64:
@@ -98,11 +98,11 @@ class Memory(NamedTuple):
     write: Tensor
     """(B, T, H, M): write strengths, decayed to the chunk's end."""
     decay: Tensor
-    """(chunks, H, M): the share of the memory before it that a chunk keeps."""
+    """(chunks, H, M): the share of its first memory that each chunk keeps."""
     bands: Tensor
     """(chunks, H, tiles): how many bands the running sums reach (see `triton/slots.py`)."""
     kept: Tensor
-    """(chunks, H, M): the share of its segment's first memory that is left at a chunk's start."""
+    """(chunks, H, M): the share of the segment's first memory left at each chunk's start."""
     k_states: Tensor
     """(chunks, H, M, K): K~ where each chunk begins, if its segment starts from zero."""
     v_states: Tensor
@@ -126,7 +126,7 @@ class Saved(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All fields, and those of the memory, one after another."""
+        """All tensors in one tuple, the memory's last."""
         memory = (None,) * len(Memory._fields) if self.memory is None else self.memory
         return self.logits, self.weights, self.swished, *memory
 

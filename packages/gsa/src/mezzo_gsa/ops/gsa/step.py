@@ -1,6 +1,6 @@
 """Decoding steps of gated slot attention: one token in place, from q, k, v, g or a projection.
 
-First the public functions, then the registered ops, which kernels compute: those two, and several
+First the public functions, then the registered ops of their kernels, of which one reads several
 tokens of a projection.
 """
 
@@ -70,8 +70,8 @@ def step_gsa_(
 
     Raises:
         RuntimeError: if a gradient would be needed.
-        TypeError: if an argument or a tensor's dtype is not of the kinds above.
-        ValueError: if a shape, a device, `scale`, `between` or `impl` is not as above, or neither
+        TypeError: if an argument or a tensor has a wrong type.
+        ValueError: if a shape, a device, `scale`, `between` or `impl` is wrong, or neither
             g nor s is given.
     """
     op = "step_gsa_"
@@ -115,7 +115,7 @@ def step_gsa_projected_(
         gate_logits: (H·M,) logits that are the same for every token.
         norm_weight: (HQ·V,) of the norm; None: no norm.
         norm_eps: of the norm.
-        swish: whether swish is applied to q, k and v; it is always applied to the output.
+        swish: whether q, k and v get swish; the output always does.
         scale: multiplies q after its swish.
         between: as in `chunk_gsa`.
         out_dtype: of y; None: that of x. If the norm follows later, y should be float32.

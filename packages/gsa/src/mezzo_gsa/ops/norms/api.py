@@ -42,7 +42,7 @@ def gated_norm(
 
     Raises:
         TypeError: if a tensor is not floating-point.
-        ValueError: if a shape, a device, `eps` or `impl` is not as above.
+        ValueError: if a shape, a device, `eps` or `impl` is wrong.
     """
     _check(o, weight, eps, z)
     fuses = torch.compiler.is_compiling() and impl == "auto"

@@ -10,7 +10,7 @@ from torch import Tensor
 from mezzo_gsa.ops.gates.triton import sigmoid, swish
 
 NUMBERS = 4096
-"""Numbers that a program holds at a time, of one row or several."""
+"""Numbers that a program holds at a time, from one row or several."""
 FULL = 528
 """Programs that fill a large GPU, four on each SM: each gives a part of the weight's gradient."""
 

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def load_running(p_running, o_l, m_m, length, stride):
-    """Return G (L, BM) of the tokens o_l; padding does not decay, so it has G of the last token."""
+    """Return G (L, BM) of the tokens o_l; padding, which does not decay, has the last token's G."""
     o_l = tl.maximum(tl.minimum(o_l, length - 1), 0)
     return tl.load(p_running + o_l[:, None] * stride, mask=m_m[None, :] & (length > 0), other=0.0)
 
@@ -15,7 +15,7 @@ def load_running(p_running, o_l, m_m, length, stride):
 def dot_wide(b_a, b_x, PRECISION: tl.constexpr):
     """Multiply b_a with float32 factors b_x, by two products: of their high bits and of the rest.
 
-    This is needed because gradients of gates and of a softmax are small differences of products.
+    The gradients of gates and of a softmax need it: they are small differences of products.
     """
     if b_a.dtype == tl.float32:
         return tl.dot(b_a, b_x, input_precision=PRECISION)

@@ -2,9 +2,9 @@
 
     h[c + 1] = d[c] ⊙ h[c] + W[c]ᵀ x[c]
 
-W (tokens, H, M) are decayed write strengths (or keys), d (chunks, H, M) is the share of a state
-that a chunk keeps, and x (tokens, H, D) are keys or values. In the backward the same kernels run
-backward in time, for the gradients of the states.
+W (tokens, H, M) are decayed write strengths (or keys), a chunk keeps the share d (chunks, H, M) of
+a state, and x (tokens, H, D) are keys or values. In the backward the same kernels run backward in
+time, for the gradients of the states.
 """
 
 from functools import cache
@@ -37,7 +37,7 @@ def padded(size: int) -> int:
 def precision(dtype: torch.dtype) -> str:
     """Return the precision of products of float32 numbers, for inputs of a dtype.
 
-    One product in TF32 cuts them after ten bits: more than bfloat16 has, but for float16 too few.
+    One product in TF32 keeps ten bits: more than bfloat16 has, but too few for float16.
     """
     if dtype == torch.bfloat16:
         return "tf32"
@@ -57,7 +57,7 @@ def locate_chunk(i_c, table, T, N, L: tl.constexpr, SEGMENT: tl.constexpr):
 
 @triton.jit
 def load_kept(kept, i_c, i_h, o_m, H: tl.constexpr, M: tl.constexpr):
-    """Return the share of its segment's start that is left at the start of chunk i_c, (BM,)."""
+    """Return the share of the segment's first state left at the start of chunk i_c, (BM,)."""
     return tl.load(kept + (i_c.to(tl.int64) * H + i_h) * M + o_m, mask=o_m < M, other=0.0)
 
 
@@ -203,7 +203,7 @@ def run_states(
             its segment starts from zero.
         starts: (segments, H, M, D), the state at the start of each segment; None if not split.
         final: (S, H, M, D) float32, the final state.
-        kept: (chunks, H, M), the share of its segment's start that is left at the chunk's start.
+        kept: (chunks, H, M), the share of the segment's first state left at each chunk's start.
     """
     T, H, D = x.shape[1:]
     M = write.shape[3]
@@ -214,7 +214,7 @@ def run_states(
     whole = torch.empty((chunks.num_segments, H, M), device=device)
     BM, BD = min(64, padded(M)), min(64, padded(D))
     if x.dtype != torch.float32 and M > 64 and D >= 256:
-        BD = 128  # so W, which each tile of D reads, is read half as often
+        BD = 128  # each tile of D reads W: fewer tiles read it less often
     programs = chunks.num_segments * H * ceil_div(D, BD) * ceil_div(M, BM)
     launch(
         segment_states_kernel, (programs,),

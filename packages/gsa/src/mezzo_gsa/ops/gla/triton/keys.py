@@ -54,10 +54,10 @@ def keys_bwd_kernel(
     """Write the gradients of a tile of channels of q, k and g, for one query head.
 
     The gradient of the gate: a higher G[t] increases what t reads and decreases what others read of
-    t, so the gradient of G[t] is q dq - k dk, without the pair of t with itself. g[t] is part of G
-    of all tokens from t on, so their gradients are summed. It is also part of the decay of the
-    chunk's last state h', which adds <h', dh'> for each channel. If each head has one gate, each
-    tile writes one column.
+    t, so the gradient of G[t] is q dq - k dk, without the pair of t with itself. All G from t on
+    contain g[t], so their gradients are summed. The decay of the chunk's last state h' contains
+    g[t] too, which adds <h', dh'> for each channel. If each head has one gate, each tile writes one
+    column.
     """
     tiles: tl.constexpr = tl.cdiv(K, BK)  # a chunk's tiles run together, as they share do and v
     i_k, i_c = tl.program_id(0) % tiles, tl.program_id(0) // tiles // HQ

@@ -43,7 +43,7 @@ class Parts(NamedTuple):
     write: Tensor
     """(B, T, H, K): keys, decayed to the chunk's end."""
     decay: Tensor
-    """(chunks, H, K): the share of the state before it that a chunk keeps."""
+    """(chunks, H, K): the share of its first state that each chunk keeps."""
     states: tuple[Tensor, Tensor | None, Tensor]
     """The states at the chunks' borders, as `load_state` reads them."""
     scores: Tensor
@@ -108,7 +108,7 @@ def run_gradients(
     groups. If each head has one gate, its gradient has a column for each tile of K; the caller sums
     these too.
     """
-    # The two views reset the strides: contiguous() may keep any stride of an axis of length one.
+    # The two views reset the strides: contiguous() keeps any stride of an axis of length one.
     do = do.contiguous().view(-1).view(do.shape)
     dlast = None if dlast is None else dlast.contiguous()
     HQ, H, T, N = x.q.shape[2], x.k.shape[2], x.q.shape[1], chunks.per_row
@@ -169,7 +169,7 @@ def _read(
 def _pair_tile(x: Inputs) -> int:
     """Return how many channels of q and k are on chip at a time, with the factors of their pairs.
 
-    The factors of gates of each channel take registers, those of float32 twice as many.
+    With a gate for each channel the factors take registers, in float32 twice as many.
     """
     if x.g.shape[3] == 1:
         return _tile(x.k)

@@ -8,8 +8,8 @@ of i, at a pivot P: exp(G[t] - P) exp(P - G[i]).
 
 - If t is in the right half of the chunk and i in the left half, P is G at the middle. Neither
   factor exceeds one.
-- If both are in one half, P is G at the start of the half. exp(G[t] - P) is at most one. And
-  exp(P - G[i]) is at most exp(MILD), as long as the half has decayed mildly up to row t.
+- If both are in one half, P is G at the start of the half. exp(G[t] - P) is at most one, and
+  exp(P - G[i]) at most exp(MILD) as long as the half has decayed mildly up to row t.
 - Later rows of a half are called steep. Their pairs are split at several levels, down to single
   tokens (see `mezzo_gsa.ops.chunking.halves`). With the gates of trained models there are hardly
   any steep rows.
@@ -99,9 +99,9 @@ def add_channel_scores(
     b_near, b_across, b_q, b_k, b_g, p_g, o_l, m_k, length, stride, dtype: tl.constexpr,
     L: tl.constexpr, LEVELS: tl.constexpr, MILD: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what a tile of channels gives to the scores inside halves, and to those across them.
+    """Add a tile of channels' part of the scores inside halves, and of those across them.
 
-    Both are (L, L), and right only for these pairs: so nothing is selected before `join_scores`.
+    Both are (L, L) and wrong for other pairs, from which `join_scores` selects.
     """
     b_up, b_down, b_far, m_steep, levels = half_factors(
         p_g, b_g, o_l, m_k, length, stride, L, LEVELS, MILD
@@ -120,7 +120,7 @@ def add_channel_scores(
 
 @triton.jit
 def join_scores(b_near, b_across, b_own, L: tl.constexpr):
-    """Return the scores (L, L) of all pairs i <= t; b_own (L,) are those of tokens themselves."""
+    """Return the scores (L, L) of all pairs i <= t; b_own (L,) are the scores for i = t."""
     b_parting = parting(L)
     b_a = tl.where(b_parting < L // 2, b_near, on_diagonal(b_own[:, None], L))
     return tl.where((b_parting >= L // 2) & (b_parting < L), b_across, b_a)
@@ -130,7 +130,7 @@ def join_scores(b_near, b_across, b_own, L: tl.constexpr):
 def load_pairs(p_da, o_l, m_pairs, length, stride):
     """Load the gradients (L, L) of the scores of the pairs i < t that m_pairs selects.
 
-    Of all other pairs zeros are loaded, or stored already: so no register is needed to mask them.
+    Other pairs are zero, by this load or as stored, so masking them takes no register.
     """
     m = m_pairs & (o_l < length)[:, None]
     return tl.load(p_da + o_l[:, None] * stride + o_l[None, :], mask=m, other=0.0)

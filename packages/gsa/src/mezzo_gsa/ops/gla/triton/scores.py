@@ -1,8 +1,8 @@
 """Scores and outputs of the chunks of gated linear attention.
 
 Scores (B, T, HQ, L) have, for each token, a column for every token of its chunk. A program computes
-one chunk of one query head; i_h is that head's key-value head. Of wide results a program computes
-one tile of columns.
+one chunk of one query head, or one tile of columns if the result is wide; i_h is that head's
+key-value head.
 """
 
 import triton
@@ -110,10 +110,9 @@ def scores_bwd_kernel(
     HQ: tl.constexpr, H: tl.constexpr, V: tl.constexpr, KG: tl.constexpr,
     L: tl.constexpr, BV: tl.constexpr, SEGMENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of the products of queries and keys; with a gate a head, decayed.
+    """Write the gradients of the products of queries and keys; with one gate a head, decayed.
 
-    Those of the pairs i < t are dscores, with zeros in place of others. Those of the pairs of a
-    token with itself are `own`.
+    `dscores` has those of the pairs i < t, and zeros elsewhere. `own` has those of i = t.
     """
     i_c, i_hq = tl.program_id(0) // HQ, tl.program_id(0) % HQ
     i_h = i_hq // (HQ // H)

@@ -1,8 +1,8 @@
 """One decoding step of gated linear attention on a GPU: a pass over the state, and a norm.
 
-The state is nearly all of the memory traffic: 2 MB a row and layer in the 1.3B model. The state of
-each head is cut into tiles of V columns, narrow enough that one row keeps a large GPU busy. A tile
-has all K rows, so a query's output needs no second pass.
+Nearly all memory traffic is the state: 2 MB a row and layer in the 1.3B model. The state of each
+head is cut into tiles of V columns, narrow enough that one row keeps a large GPU busy. A tile has
+all K rows, so a query's output needs no second pass.
 """
 
 from functools import cache

@@ -108,7 +108,7 @@ def _run_slots(r: Request, memory: Memory) -> tuple[Tensor, Saved]:
 
 
 def apply_swish(x: Tensor) -> Tensor:
-    """Return swish of a whole contiguous projection; that of the gate's logits is not used."""
+    """Return swish of a whole contiguous projection; nobody reads the part of the gate's logits."""
     y = torch.empty_like(x)
     launch(swish_kernel, (ceil_div(x.numel(), 4096),), x, y, x.numel(), BLOCK=4096, num_warps=4)
     return y
@@ -166,7 +166,7 @@ class Pass(NamedTuple):
 def _run_passes(
     r: Request, saved: Saved, memory: Memory, upstream: Upstream, grads: Inputs
 ) -> tuple[Tensor, Tensor]:
-    """Write and return gradients. All except that of q have one entry for each query head."""
+    """Write and return gradients: except q's, they have one entry for each query head."""
     x, raw, chunks = r.x, r.raw, r.chunks
     logits, weights = saved.logits, saved.weights
     assert logits is not None
@@ -226,7 +226,7 @@ def _run_passes(
 
 
 def chunk_settings(r: Request) -> dict[str, Any]:
-    """Return the sizes and the precision of the kernels whose programs have a chunk and a head."""
+    """Return the sizes and the precision of kernels whose programs own a chunk and a head."""
     L, M = r.chunks.length, r.x.g.shape[3]
     return {
         "HQ": r.x.q.shape[2],
@@ -241,10 +241,7 @@ def chunk_settings(r: Request) -> dict[str, Any]:
 
 
 def slot_settings(r: Request) -> dict[str, Any]:
-    """Return further constants for the kernels in `slots.py`, which also use `chunk_settings`.
-
-    They are those of gates and factors, and the function between the passes.
-    """
+    """Return further constants for the kernels in `slots.py`, which also use `chunk_settings`."""
     dtype = r.x.q.dtype
     return {
         "WIDTH": BAND[dtype],

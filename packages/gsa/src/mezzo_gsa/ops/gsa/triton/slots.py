@@ -13,9 +13,9 @@ because what these columns wrote has decayed. Each band needs a pair of products
 counts the bands of a chunk. The band of a row depends only on tokens up to it, so later tokens
 change no bit of an output.
 
-With mild gates a chunk has one band. Up to 64 slots it is faster to launch two kernels: one for the
-chunks of one band (BANDS "one"), and one for the others ("more"). Each skips the other's chunks.
-"any" computes all chunks.
+With mild gates a chunk has one band. Up to 64 slots it is faster to launch two kernels: BANDS "one"
+for the chunks of one band, and "more" for the others. Each skips the other's chunks. "any" computes
+all chunks.
 
 Factors have the type INNER, as they exceed the range of float16.
 """
@@ -60,8 +60,8 @@ def causal(b_x, L: tl.constexpr):
 def with_diagonal(b_x, b_own, is_steep, L: tl.constexpr):
     """Return the square b_x (L, L) with b_own (L,) on the diagonal of the rows that are steep.
 
-    In such rows little is left but the pair of the token with itself, so the rounding of factors
-    would be visible.
+    In such rows nearly all weight is on the token itself, so the rounding of factors would be
+    visible.
     """
     o_l = tl.arange(0, L)
     m = (o_l[:, None] == o_l[None, :]) & is_steep[:, None]

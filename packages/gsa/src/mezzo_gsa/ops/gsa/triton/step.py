@@ -1,9 +1,9 @@
 """Decoding steps of GSA on a GPU: two kernels that pass once over the state, and a norm.
 
-The state is nearly all of the memory traffic, and that of one row is small: 0.5 MB for each of K~
-and V~ in the 1.3B model. So each head's memory is cut into tiles along its channels, narrow enough
-to keep a large GPU busy. There are two kernels because the softmax over slots needs all tiles of
-K~; the second kernel updates V~. Gates and swish are computed while their inputs are loaded.
+Nearly all memory traffic is the state, which is small for one row: 0.5 MB for each of K~ and V~ in
+the 1.3B model. So each head's memory is cut into tiles along its channels, narrow enough to keep a
+large GPU busy. There are two kernels because the softmax over slots needs all tiles of K~; the
+second kernel updates V~. Gates and swish are computed while their inputs are loaded.
 
 Several tokens are as many steps, between which the state stays on chip.
 """
@@ -92,7 +92,7 @@ def step_values_kernel(
 ):  # fmt: skip
     """Update a tile of one head's V~, and read it with the slot weights of each query.
 
-    What padding reads is zero.
+    The outputs of padding are zero.
     """
     NV: tl.constexpr = (V + BV - 1) // BV
     pid = tl.program_id(0).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Kernels for tensors as wide as tokens: swish of the inputs, outputs, and gradients of tokens."""
+"""Kernels for tensors of tokens: swish of the inputs, the outputs, and gradients of tokens."""
 
 import triton
 import triton.language as tl
@@ -17,7 +17,7 @@ def swish_kernel(x, y, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def store_through_swish(grad, raw, o_grad, o_raw, m, b_grad):
-    """Store the gradient of `raw`, given that of swish(raw); if `raw` is None, store b_grad."""
+    """Store the gradient of `raw` from b_grad, that of swish(raw); without `raw`, store b_grad."""
     if raw is not None:
         b_x = tl.load(raw + o_raw, mask=m, other=0.0).to(tl.float32)
         b_sigmoid = sigmoid(b_x)
