@@ -1,4 +1,4 @@
-"""Each argument of the package's ops and fields of its configs replaced: named in a line, or right.
+"""A wrong argument, or field of a config, gives one line that names it, or a right result.
 
 See `mezzo_core.testing.arguments`.
 """

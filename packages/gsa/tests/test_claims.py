@@ -1,4 +1,4 @@
-"""Every table and claim of the paper is answered, by criteria that can come out against it."""
+"""The claims: a criterion, the names of models, and the results that are used."""
 
 import pytest
 from mezzo_core.reproduction.measurement import Entry, Measurement, read_results

@@ -8,6 +8,7 @@ from mezzo_gsa.gated_abc import GatedABCConfig
 from mezzo_gsa.gla import GLAConfig
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.hgrn2 import HGRN2Config
+from mezzo_gsa.mamba import MambaConfig
 from mezzo_gsa.ops.gla import chunk_gla, recurrent_gla
 from mezzo_gsa.ops.gsa import GSAState, chunk_gsa, recurrent_gsa
 from mezzo_gsa.retnet import RetNet, RetNetConfig
@@ -21,6 +22,7 @@ CONFIGS = {
     "gla": GLAConfig(2),
     "hgrn2": HGRN2Config(8),
     "retnet": RetNetConfig(2),
+    "mamba": MambaConfig(state_size=4),
 }
 
 
@@ -46,13 +48,13 @@ def packed(mixer, x, borders, state, lengths):
 
 
 def padded(mixer, x, borders, state, lengths):
-    """Padding after a state: all that a plain call has, and more."""
+    """Padding after a state, which has every part of a plain call."""
     y, after = mixer(x, state, lengths=lengths)
     return [y, *after]
 
 
 def several(mixer, forms):
-    """Return a function that gives all results of these forms: one graph."""
+    """Return one function that gives the results of all these forms."""
     return lambda *inputs: [y for form in forms for y in form(mixer, *inputs)]
 
 
@@ -68,7 +70,7 @@ def results_and_gradients(outputs, mixer, T):
 
 
 def check_one_graph(mixer, forms, backend):
-    """Assert that one graph of all forms gives what eager gives, at lengths that fill no chunk."""
+    """Assert that all forms are one graph and equal eager, at lengths that fill no chunk."""
     outputs = several(mixer, forms)
     backend = CompileCounterWithBackend(backend)
     compiled = torch.compile(outputs, fullgraph=True, backend=backend)
@@ -80,8 +82,8 @@ def check_one_graph(mixer, forms, backend):
     assert backend.frame_count == 1
 
 
-# The inductor compiles what stands around the op, some seconds a loop in C++: gates, slots and
-# norms, which the others have too, and RetNet's rotation by the places in packed sequences.
+# The inductor compiles the code around the op, and a loop in C++ takes it seconds. So GSA stands
+# for the gates, slots and norms of all; RetNet alone rotates by places in packed sequences.
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", ["gsa", "retnet"], indirect=True)
 def test_the_inductor_gives_what_eager_gives_at_any_length(mixer):
@@ -89,7 +91,7 @@ def test_the_inductor_gives_what_eager_gives_at_any_length(mixer):
 
 
 def test_all_forms_compile_in_one_graph(mixer):
-    """Padding after a state has all that a backward is made of."""
+    """Padding after a state runs every part of the backward."""
     check_one_graph(mixer, [plain, packed], "eager")
     check_one_graph(mixer, [padded], "aot_eager")
 

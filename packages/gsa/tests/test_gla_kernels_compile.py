@@ -39,7 +39,7 @@ def gla(T, K, V, dtype, *, B=1, HQ=4, H=2, head_gate=False, packed=False, state=
 
 
 def norm(rows, D, dtype, *, gated):
-    """Launch the norm of GSA, or with an output gate that of GLA, and its backward."""
+    """Launch GSA's norm, or GLA's with an output gate, and its backward."""
     x, weight = torch.zeros(rows, D, dtype=dtype), torch.zeros(D)
     z = torch.zeros(rows // 2, 2 * D + 8, dtype=dtype)[:, 8:].unflatten(1, (2, D))
     z = z if gated else None
@@ -62,7 +62,7 @@ def gla_layer(B, H, K, V, dtype, *, feature_map=None, gated=True):
 
 
 def hgrn2_layer(B, H, D, dtype, *, bound=0.0, learned=False):
-    """Launch the step of an HGRN2 layer, with one bound or with those of its channels."""
+    """Launch the step of an HGRN2 layer, with one bound or one for each channel."""
     q, _, v, logits, state = step_inputs(B, H, H, D, D, dtype, D)
     weight = torch.zeros(H * D, dtype=dtype)
     form = LayerForm(1.0, "swish", damping=1.0, lower_bound=bound)
@@ -162,7 +162,7 @@ def compile_lengths():
 
 
 def compile_batches():
-    """Compile steps for a batch that has tiles as wide as they get; then no other batch does."""
+    """Compile steps for a batch with the widest tiles; then no other batch compiles anything."""
     with compile_only() as compiled:
         for layer in (gla_layer, retnet_layer):
             layer(64, 4, 256, 512, bf16)

@@ -1,4 +1,4 @@
-"""HGRN2 with learned bounds: what they are, and that a stack with them keeps the contract."""
+"""HGRN2 with learned bounds: their definition, and the contract of their stack."""
 
 from functools import partial
 
@@ -50,7 +50,7 @@ def test_a_bound_is_the_sum_of_the_shares_of_the_layers_below(stack):
 @pytest.mark.parametrize("by_step", [False, True])
 def test_each_channel_of_a_layer_has_its_bound(by_step):
     torch.manual_seed(0)
-    mixer = HGRN2Config(head_dim=4, lower_bound=0.3).build(4).double()  # which does not count
+    mixer = HGRN2Config(head_dim=4, lower_bound=0.3).build(4).double()  # 0.3 is not used
     init_weights(mixer, std=0.5)
     x, beta = torch.randn(1, 6, 4, dtype=torch.float64), torch.tensor([0.0, 0.25, 0.5, 0.999])
     q, logits, v = (x[0] @ w.T for w in mixer.in_proj.weight.split([4, 4, 4]))

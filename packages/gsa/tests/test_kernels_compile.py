@@ -146,7 +146,7 @@ FORMS = {
 
 @contextmanager
 def compiling(kernels, **options):
-    """Compile these kernels at least, and hold what each program takes against what it may have."""
+    """Check that these kernels compile and that none takes too much shared memory."""
     with compile_only(**options) as compiled, keep_kernels() as launched:
         yield compiled
     names = {name.rsplit(".")[-1] for name in compiled}
@@ -178,7 +178,7 @@ def compile_lengths():
 
 
 def compile_batches():
-    """Compile a step for a batch that has tiles as wide as they get; then no other batch does."""
+    """Compile a step for a batch with the widest tiles; then no other batch compiles anything."""
     with compile_only() as compiled:
         layer(64, 4, 4, 64, 512, bf16)
         known = len(compiled)
@@ -195,7 +195,7 @@ def compile_at_the_same_time():
     import triton
 
     if not hasattr(triton, "AsyncCompileMode"):
-        return  # as triton 3.4, which compiles in one thread
+        return  # Triton 3.4 compiles in one thread
     with compile_only() as compiled:
         compile_ahead("a form", lambda: small(100))
         known = len(compiled)

@@ -85,8 +85,8 @@ def test_places_beyond_16_million_tokens_are_as_exact_as_the_first():
 
 @torch.no_grad()
 def test_a_step_traced_with_fake_tensors_leaves_later_steps_real():
-    mixer = RetNetConfig(num_heads=7).build(14)  # a number of heads that no other test has
-    with FakeTensorMode(allow_non_fake_inputs=True):  # as torch.export has it
+    mixer = RetNetConfig(num_heads=7).build(14)  # no other test has made a table for 7 heads
+    with FakeTensorMode(allow_non_fake_inputs=True):  # as in torch.export
         mixer.step(torch.empty(1, 1, 14), mixer.init_state(1))
     x = torch.randn(1, 1, 14)
     assert_close("y", mixer.step(x, mixer.init_state(1)), mixer(x)[0], rtol=1e-5)

@@ -93,7 +93,7 @@ def test_padded_rows_are_those_of_its_kernels(layer, counted):
 
 @pytest.mark.parametrize("name", ["gsa", "gla", "hgrn2", "abc"])
 def test_gradients_are_those_of_its_kernels(name, counted):
-    """Of the layers that have a recurrent form for training: the interpreter runs no other."""
+    """Of layers with a recurrent form: Triton's interpreter runs no other of the library."""
     torch.manual_seed(0)
     layer, x = LAYERS[name](), torch.randn(2, 9, 64)
 

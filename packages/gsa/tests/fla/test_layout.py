@@ -1,4 +1,4 @@
-"""Checkpoints that flash-linear-attention writes, against the logits of that library."""
+"""Checkpoints of flash-linear-attention, read with the library's logits and written back."""
 
 import json
 from dataclasses import replace
@@ -41,6 +41,7 @@ CASES = {
     "retnet tied": {"num_heads": 2, "use_output_gate": False, "tie_word_embeddings": True},
     "abc": {"num_heads": 2, "num_slots": 8},
     "abc bounded": {"num_heads": 4, "num_slots": None, "clamp_min": -0.5, "clamp_max": 1},
+    # "exapnd" is the library's spelling.
     "abc without places": {"use_rope": False, "exapnd_k": 1.0, "exapnd_v": 2, "norm_eps": 1e-3},
 }
 NAMES = {
@@ -184,14 +185,14 @@ def test_what_the_library_lacks_is_one_line(config, words):
 
 @pytest.mark.parametrize("architecture", ["gsa", "gla", "hgrn2", "retnet"])
 def test_recipes_of_its_kinds_are_written(architecture):
-    """Or a user learns after the training that the model cannot leave."""
+    """Otherwise a user would learn only after the training that the model cannot be exported."""
     config = recipe("tiny", architecture).model
     to_fla(config, on_meta(config).state_dict())
 
 
 @pytest.mark.parametrize("target", ["gla", "retnet"])
 def test_a_transformer_that_was_converted_is_written(target):
-    """Its norms have one epsilon, that of the Transformer."""
+    """All its norms have the Transformer's epsilon, as the library wants."""
     attention = AttentionConfig(head_dim=16, rope_base=10_000.0)
     config = LMConfig(19, 64, (attention,), SWIGLU, norm_eps=1e-4)
     new_config = convert_config(config, TARGETS[target])

@@ -49,7 +49,7 @@ def test_an_identity_in_the_mlps_place_adds_the_norm():
     torch.testing.assert_close(layer(x)[0], y + normed)
 
 
-def test_dropout_is_of_what_comes_in_and_in_training_alone():
+def test_dropout_changes_inputs_and_in_training_alone():
     torch.manual_seed(0)
     layer = MixerOnlyConfig(ATTENTION, dropout=0.25).build(C)
     for weight in layer.mixer.parameters():

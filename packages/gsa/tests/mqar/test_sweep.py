@@ -1,4 +1,4 @@
-"""MQAR: the models, one training, and sweeps that go on where they were left."""
+"""MQAR: the models, one training, sweeps, and the command."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""MQAR's rows are those of the released generator, and hold what the task says."""
+"""MQAR's rows equal the released generator's, and follow the task's rules."""
 
 import hashlib
 from dataclasses import replace

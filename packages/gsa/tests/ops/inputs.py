@@ -69,7 +69,7 @@ def call(op, k0=None, v0=None, **x):
 
 
 def tokens(inputs, start=None, end=None):
-    """Keep what is of tokens, of some of them."""
+    """Return the inputs that have tokens, cut to the tokens from `start` to `end`."""
     return {name: x[:, start:end] for name, x in inputs.items() if name not in STATES}
 
 

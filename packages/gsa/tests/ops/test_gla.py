@@ -80,20 +80,10 @@ def test_mixtures_of_extreme_gates_keep_every_digit_of_float32(gate):
     inputs = draw(1, 200, gate=gate)
     picks = torch.randint(len(GATES), inputs["g"].shape, generator=torch.manual_seed(0))
     inputs["g"] = torch.tensor(GATES, dtype=torch.float64)[picks]
-    inputs["g"][:, ::3] = -1e-4  # stretches over which much is remembered, after what forgets all
+    inputs["g"][:, ::3] = -1e-4  # every third token forgets little
     both(inputs)
     low = {name: x.float() for name, x in inputs.items()}
     assert_close("out", chunk_gla(**low).out, recurrent_gla(**inputs).out, rtol=1e-6)
-
-
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("gate", ["channel", "head"])
-def test_gradients_are_those_of_finite_differences(op, gate):
-    inputs = draw(2, 5, HQ=2, H=1, K=2, V=3, gate=gate)
-    values = [x.requires_grad_() for x in inputs.values()]
-    assert torch.autograd.gradcheck(
-        lambda *xs: tuple(op(**dict(zip(inputs, xs, strict=True)))), values
-    )
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -108,25 +98,9 @@ def test_padding_that_neither_writes_nor_forgets_leaves_the_state(op):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (
-            {"q": torch.ones(2, 4, 3)},
-            ValueError,
-            r"q must be \(B, T, HQ, K\), HQ, K",
-        ),
-        ({"k": torch.ones(2, 4, 3, 3)}, ValueError, r"v must be \(2, 4, 3, V\)"),
-        ({"k": torch.ones(2, 4, 1, 2)}, ValueError, r"k must be \(2, 4, H, 3\)"),
-        ({"k": torch.ones(2, 4, 0, 3)}, ValueError, r"k must be \(2, 4, H, 3\)"),
-        ({"q": torch.ones(2, 4, 0, 3)}, ValueError, "HQ, K at least 1"),
-        ({"v": torch.ones(2, 4, 1, 0)}, ValueError, "V at least 1, got"),
-        ({"v": torch.ones(2, 4, 2, 5)}, ValueError, r"v must be \(2, 4, 1, V\)"),
+        ({"q": torch.ones(2, 4, 3)}, ValueError, r"q must be \(B, T, HQ, K\), HQ, K"),
         ({"g": torch.ones(2, 4, 1, 2)}, ValueError, r"g must be \(2, 4, 1, 3\) or \(2, 4, 1, 1\)"),
         ({"g": torch.ones(2, 4, 1, 3).int()}, TypeError, "g must be floating-point .* got int32"),
-        (
-            {"v": torch.ones(2, 4, 1, 5).half()},
-            TypeError,
-            "must have one floating dtype",
-        ),
-        ({"k": torch.ones(2, 4, 1, 3, device="meta")}, ValueError, "k is on meta, q on cpu"),
         ({"initial_state": torch.ones(1, 1, 3, 5)}, ValueError, r"initial_state must be \(2, 1, 3"),
         ({"initial_state": torch.ones(2, 1, 3, 5).int()}, TypeError, "initial_state must be float"),
         ({"initial_state": (torch.ones(1),)}, TypeError, "initial_state must be a tensor, got tup"),
@@ -138,16 +112,3 @@ def test_bad_arguments_are_named(op, change, error, message):
     inputs = draw(2, 4, dtype=torch.float32)
     with pytest.raises(error, match=f"{op.__name__}: .*{message}"):
         op(**{**inputs, **change})
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_borders_that_do_not_hold_all_tokens_are_refused(op):
-    inputs = draw(1, 4, states=2)
-    with pytest.raises(ValueError, match="end at T = 4, got"):
-        op(**inputs, cu_seqlens=torch.tensor([0, 2, 3]))
-
-
-@pytest.mark.any_shapes
-def test_an_unknown_implementation_is_refused():
-    with pytest.raises(ValueError, match="impl must be one of"):
-        chunk_gla(**draw(1, 4), impl="cuda")

@@ -26,7 +26,7 @@ def qkv():
 
 
 def gsa(op, *, impl, **options):
-    """Return what a form of GSA computes of tensors alone, and such tensors."""
+    """Return a form of GSA as a function of tensors only, and such tensors."""
     gates = {"g": -normal(1, 6, 1, 4).abs(), "s": normal(1, 6, 1, 4)}
     memories = {"k0": normal(1, 1, 4, 5), "v0": normal(1, 1, 4, 3)}
     options |= {} if impl is None else {"impl": impl}
@@ -39,14 +39,14 @@ def gsa(op, *, impl, **options):
 
 
 def gla(op, *, impl):
-    """Return what a form of GLA computes of tensors alone, and such tensors."""
+    """Return a form of GLA as a function of tensors only, and such tensors."""
     options = {} if impl is None else {"impl": impl}
     inputs = {"g": -normal(1, 6, 1, 5).abs(), "initial_state": normal(1, 1, 5, 3)}
     return lambda **inputs: tuple(op(**inputs, **options)), {**qkv(), **inputs}
 
 
 def projected(*, impl, **options):
-    """Return what GSA computes of a projection alone, and one."""
+    """Return GSA as a function of a projection only, and a projection."""
 
     def run(x):
         out, last = chunk_gsa_projected(x, **HEADS, impl=impl, **options)

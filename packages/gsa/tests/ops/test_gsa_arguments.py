@@ -1,4 +1,4 @@
-"""What the ops of gated slot attention refuse, and what they say."""
+"""Wrong arguments of gated slot attention's ops are refused by name."""
 
 import pytest
 import torch
@@ -29,18 +29,12 @@ def state(*k_shape, V=V, **new):
     [
         ({"between": "tanh"}, ValueError, r"between must be one of .*'softmax'.*, got 'tanh'"),
         ({"g": None}, ValueError, "g or s must be given, got neither"),
-        ({"q": torch.ones(B, K)}, ValueError, r"q must be \(B, T, HQ, K\), HQ, K"),
         ({"q": torch.ones(B, T, K)}, ValueError, r"q must be \(B, T, HQ, K\), HQ, K"),
         ({"q": torch.ones(B, T, HQ, K).int()}, TypeError, "q must be floating-point .* got int32"),
-        ({"k": torch.ones(B, T, H, K).int()}, TypeError, "k must be floating-point"),
-        ({"g": torch.ones(B, T, H, M).int()}, TypeError, "g must be floating-point"),
         ({"s": torch.ones(B, T, H, M).bool()}, TypeError, "s must be floating-point"),
-        ({"k": torch.ones(B, T, H, K).half()}, TypeError, "must have one floating dtype"),
         ({"v": torch.ones(B, T, H, V).double()}, TypeError, "must have one floating dtype"),
         ({"k": torch.ones(B, 5, H, K)}, ValueError, r"k must be \(2, 4, H, 3\)"),
-        ({"v": torch.ones(1, T, H, V)}, ValueError, r"v must be \(2, 4, 2, V\)"),
         ({"v": torch.ones(B, T, V)}, ValueError, r"v must be \(2, 4, 2, V\)"),
-        ({"g": torch.ones(B, 3, H, M)}, ValueError, r"g must be \(2, 4, 2, M\)"),
         ({"k": torch.ones(B, T, H, K, device="meta")}, ValueError, "k is on meta, q on cpu"),
         ({"k": torch.ones(B, T, H, 4)}, ValueError, r"k must be \(2, 4, H, 3\)"),
         ({"k": torch.ones(B, T, 3, K)}, ValueError, r"v must be \(2, 4, 3, V\)"),

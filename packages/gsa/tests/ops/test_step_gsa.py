@@ -189,7 +189,7 @@ def test_rows_of_a_wider_matrix_are_read_in_place(impl):
 
 
 def draw_tokens(T, sizes, dtype, **options):
-    """Return arguments of `recurrent_gsa_projected`, as `draw_projected` those of a step."""
+    """Draw what `draw_projected` draws, with T tokens of each row."""
     inputs = draw_projected(sizes, dtype, **options)
     return {**inputs, "x": normal(len(inputs["x"]), T, inputs["x"].shape[1], seed=1, dtype=dtype)}
 
