@@ -1,4 +1,4 @@
-"""The registered ops: their contract, compiled graphs, and the kernels that read a projection.
+"""The registered ops: their contract, compiled graphs, and kernels that read a projection.
 
 Kernels run in the interpreter, or on a GPU.
 """
@@ -56,7 +56,7 @@ def definition(
 
 
 def check(inputs, heads, *, damping=8.0, swish=True, cu_seqlens=None, truth=torch.float64, **form):
-    """Compare results and gradients, those of x by its parts, by the numerics rule."""
+    """Compare results and gradients by the numerics rule; the gradient of x part by part."""
     dtype, has_state = inputs["x"].dtype, inputs["k0"] is not None
     form = {"damping": damping, "swish": swish, "cu_seqlens": cu_seqlens, **form}
     (B, T), D = inputs["x"].shape[:2], split(inputs["x"], heads).q.shape[3]
@@ -150,11 +150,11 @@ def test_kept_memories_and_repeats_change_no_bit():
 
 
 WITHOUT_AOT = ("test_schema", "test_autograd_registration", "test_faketensor")
-"""AOTAutograd traces the backward with the forward that has gradients to come."""
+"""Without AOTAutograd, which traces the backward together with the forward."""
 
 
 def opcheck(tensors, form, keep):
-    """Check the op with and without gradients to come, and its backward."""
+    """Check the op with and without a later backward, and its backward."""
     nothing = form._replace(keep="nothing")
     torch.library.opcheck(op.gsa, (*tensors, *nothing), test_utils=WITHOUT_AOT)
     form = form._replace(keep=keep)

@@ -73,7 +73,7 @@ def scan(impl, **options):
 
 
 def recurrence(zvg, gate_bias, initial_state, real):
-    """The definition of one row, token by token."""
+    """Run the definition on one row, token by token."""
     z, v, g = zvg.chunk(3, -1)
     h, outs = initial_state, []
     for t in range(zvg.shape[0]):
@@ -111,7 +111,7 @@ def flat(pair):
 
 
 def assert_same(got, expected, *, rtol, low=None):
-    """Compare (outputs, gradients); z, v and g of the one gradient each keep their own rule."""
+    """Compare outputs and gradients; the parts z, v and g of the one gradient apart."""
     found, wanted, lows = (split(flat(pair)) for pair in (got, expected, low or expected))
     assert found.keys() == wanted.keys()
     for name, value in found.items():

@@ -46,7 +46,7 @@ def check(inputs, seen, added=None, *, L, dtype=torch.float32, **form):
     seen = torch.tensor(seen, device=DEVICE)
     given = torch.full_like(seen, T) if added is None else torch.tensor(added, device=DEVICE)
     slots = max(-(-(int(seen.max()) + T) // L), inputs["state_k_ends"].shape[1])
-    # No one reads padding, the slots of chunks that are not begun, and k, v where none is open.
+    # Not compared, as nobody reads them: padding, slots of later chunks, k and v of no open chunk.
     real = (torch.arange(T, device=DEVICE) < given[:, None])[..., None, None]
     begun = (torch.arange(slots, device=DEVICE) * L < (seen + given)[:, None])[..., None, None]
     is_open = ((given > 0) | (seen % L > 0))[:, None, None]

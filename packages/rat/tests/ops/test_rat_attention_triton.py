@@ -74,7 +74,7 @@ SHAPES = [  # B, T, L, H, G, D, rope
 
 @pytest.mark.parametrize(
     ("shape", "dtype"),
-    [  # every shape in float32; of 16 bits either kind where there are one and several chunks
+    [  # every shape in float32; both 16-bit dtypes with one chunk and with several
         *((shape, torch.float32) for shape in SHAPES),
         *itertools.product(SHAPES[1::4], [torch.float16, torch.bfloat16]),
         (SHAPES[2], torch.bfloat16),
@@ -146,16 +146,6 @@ def test_strided_projections_are_read_in_place():
     form = {"num_heads": 2, "num_groups": 1, "chunk_size": 8, "impl": "triton"}
     ours = chunk_rat_attention_projected(strided, gate_bias=inputs["gate_bias"], **form).out
     assert torch.equal(ours, chunk_rat_attention_projected(**inputs, **form).out)
-
-
-def test_a_change_leaves_the_past_bit_equal():
-    inputs = draw(1, 50, 2, 1, 32)
-    form = {"num_heads": 2, "num_groups": 1, "chunk_size": 8, "impl": "triton"}
-    before = chunk_rat_attention_projected(**inputs, **form).out
-    inputs["zvgqk"][:, 30:] += 1
-    after = chunk_rat_attention_projected(**inputs, **form).out
-    assert torch.equal(before[:, :30], after[:, :30])
-    assert not torch.equal(before[:, 30:], after[:, 30:])
 
 
 def test_repeats_are_bit_equal():
@@ -293,7 +283,7 @@ def test_a_step_beyond_the_room_reads_no_angle_beyond_the_table(monkeypatch, rop
     state = init_state(B, H, D, dtype=torch.float32, device=torch.device(DEVICE))
     state = reserve(state, N * L, L)._replace(lengths=torch.full((B,), 19, device=DEVICE))
     form = Form(H, G, True, L, rope, 1e4, D**-0.5)
-    # Not by the public op: it refuses such a state on a CPU, where it can read the lengths.
+    # The public op would refuse such a state on a CPU, where it can read the lengths.
     step_op = torch.ops.mezzo_rat.rat_attention_step_
     assert step_op(*draw(B, 1, H, G, D).values(), *state, *form).isfinite().all()
 
@@ -361,14 +351,6 @@ def test_a_step_by_kernels_refuses_a_state_that_is_spread_in_memory(field):
     form = {"num_heads": 2, "num_groups": 1, "chunk_size": 4}
     with torch.no_grad(), pytest.raises(ValueError, match="a state that is not contiguous"):
         step_rat_attention_(**draw(2, 1, 2, 1, 32), state=state, impl="triton", **form)
-
-
-def test_a_state_that_is_full_is_said_on_a_cpu():
-    state = init_state(1, 2, 32, dtype=torch.float32, device=torch.device("cpu"))
-    with pytest.raises(ValueError, match="no slot left"):
-        step_rat_attention_(
-            torch.zeros(1, 1, 256), state, num_heads=2, num_groups=1, chunk_size=4, impl="reference"
-        )
 
 
 def test_a_step_that_finds_no_slot_leaves_the_state_alone():

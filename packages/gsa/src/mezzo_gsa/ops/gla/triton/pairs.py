@@ -101,7 +101,7 @@ def add_channel_scores(
 ):  # fmt: skip
     """Add a tile of channels' part of the scores inside halves, and of those across them.
 
-    Both are (L, L) and wrong for other pairs, from which `join_scores` selects.
+    Both are (L, L), and wrong for all other pairs: `join_scores` selects the right ones.
     """
     b_up, b_down, b_far, m_steep, levels = half_factors(
         p_g, b_g, o_l, m_k, length, stride, L, LEVELS, MILD
