@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
 from mezzo_core.testing import assert_close, grads
 from mezzo_gsa.ops.gsa import GSAState, chunk_gsa, recurrent_gsa
 from mezzo_gsa.ops.gsa.chunked import chunked_gsa
@@ -404,3 +405,32 @@ def test_on_a_gpu_a_change_leaves_the_past_bit_equal():
             changed = call(chunk_gsa, **{**inputs, name: other}, impl="triton")[0]
             assert torch.equal(changed[:, :t], out[:, :t]), f"{name} at {t} reached the past"
             assert not torch.equal(changed[:, t:], out[:, t:]), f"{name} at {t} reached nothing"
+
+
+@gpu
+def test_on_a_gpu_a_new_length_compiles_nothing():
+    compiled = []
+
+    def train(B, T):
+        run_all(draw(B, T, 4, 2, 64, 64, 32, dtype=torch.bfloat16))
+
+    for T in (20, 50, 100):  # chunks of each length
+        train(1, T)
+    train(1, 5000)  # several segments
+    hooks, before = triton.knobs.runtime, triton.knobs.runtime.jit_cache_hook
+    hooks.jit_cache_hook = lambda **call: compiled.append(call["fn"].name)
+    try:
+        for B, T in ((1, 1), (3, 2048), (1, 16_001), (2, 4097)):
+            train(B, T)
+        assert not compiled
+        run_all(draw(1, 100, 4, 2, 64, 64, 16, dtype=torch.bfloat16))
+        assert compiled, "the hook sees a compilation"
+    finally:
+        hooks.jit_cache_hook = before
+
+
+@gpu
+def test_on_a_gpu_the_reference_does_what_the_kernels_cannot():
+    inputs = draw(1, 70, 2, 1, M=129)
+    ours, ref = (call(chunk_gsa, **inputs, impl=impl) for impl in ("auto", "reference"))
+    assert all(torch.equal(x, y) for x, y in zip(ours, ref, strict=True))

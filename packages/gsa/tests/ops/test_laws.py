@@ -121,6 +121,19 @@ def test_segments_through_a_state_equal_the_whole(ops, draw, options, data, spli
             assert_close(name, x, ref, rtol=1e-10)
 
 
+@every_input
+def test_a_change_leaves_the_past_bit_equal(op, draw):
+    inputs = draw(2, 100, dtype=torch.float32)
+    out = call(op, **inputs)[0]
+    for t in (0, 1, 50, 63, 64, 99):
+        for name, x in tokens(inputs).items():
+            other = x.clone()
+            other[:, t:] -= 1.0
+            changed = call(op, **inputs | {name: other})[0]
+            assert torch.equal(changed[:, :t], out[:, :t]), f"{name} at {t} reached the past"
+            assert not torch.equal(changed[:, t:], out[:, t:]), f"{name} at {t} reached nothing"
+
+
 @cases
 def test_the_initial_state_is_not_overwritten_and_defaults_to_zeros(op, draw):
     inputs = draw(1, 70)

@@ -148,6 +148,16 @@ def test_strided_projections_are_read_in_place():
     assert torch.equal(ours, chunk_rat_attention_projected(**inputs, **form).out)
 
 
+def test_a_change_leaves_the_past_bit_equal():
+    inputs = draw(1, 50, 2, 1, 32)
+    form = {"num_heads": 2, "num_groups": 1, "chunk_size": 8, "impl": "triton"}
+    before = chunk_rat_attention_projected(**inputs, **form).out
+    inputs["zvgqk"][:, 30:] += 1
+    after = chunk_rat_attention_projected(**inputs, **form).out
+    assert torch.equal(before[:, :30], after[:, :30])
+    assert not torch.equal(before[:, 30:], after[:, 30:])
+
+
 def test_repeats_are_bit_equal():
     inputs = draw(1, 30, 4, 2, 32)
     form = {"num_heads": 4, "num_groups": 2, "chunk_size": 8, "impl": "triton"}
