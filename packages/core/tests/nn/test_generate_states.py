@@ -274,7 +274,7 @@ def test_an_assistant_refuses_what_it_cannot_do(model, config):
         {"state": model.init_state(1)},
         {"num_rows": 2},
     ):
-        with pytest.raises(ValueError, match="assistant needs no repetition_penalty"):
+        with pytest.raises(ValueError, match="assistant goes without repetition_penalty"):
             generate(model, PROMPTS, max_new_tokens=3, assistant=model, **change)
     other = replace(config, vocab_size=38).build()
     with pytest.raises(ValueError, match="assistant must have the vocabulary of the model, 37"):

@@ -1,16 +1,16 @@
 """Assisted decoding: a small model proposes tokens, and one forward of the large one checks them.
 
-Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023). What was
-proposed in vain leaves no trace in a state, so that recurrent models can do it too: the large model
-looks ahead of its state, and the small one keeps what its tokens overwrite.
+Leviathan et al., "Fast Inference from Transformers via Speculative Decoding" (2023). Rejected
+tokens leave no trace in a state, so this also works for recurrent models: the large model looks
+ahead of its state, and the small one keeps copies of what its tokens overwrite.
 
-Where tokens are sampled, both models sample each of them by the same random numbers, those that the
-large one would take alone: where they agree the token is right, and where not it is that of the
-large one. So the tokens are those of sampling without an assistant, not only their distribution.
+When sampling, both models use the same random numbers for a token: those that the large model would
+use alone. Where the models agree, the proposed token is accepted; elsewhere the large model's token
+is taken. So the tokens equal those of sampling without an assistant, not only in distribution.
 
-A token that is proposed in vain costs a step of the small model, and where all are right, more of
-them would have spared a forward of the large one. So it proposes 1.5 times as many tokens as were
-accepted in the last rounds on average: more and more where all are right, two where none is.
+A rejected token costs a step of the small model; but if all are accepted, more proposals would have
+saved a forward of the large one. So the small model proposes 1.5 times the average number of
+tokens accepted in the last rounds: more and more while all are right, two while none is.
 """
 
 from collections.abc import Iterator, Sequence
@@ -42,10 +42,10 @@ def assisted_tokens(
     rules: LogitRules,
     prefill_tokens: int | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the next token of every row, (B,), as the model samples it alone.
+    """Yield the next token of every row, (B,), as the model alone would sample it.
 
-    In a round the assistant proposes, the model checks, and both take what is right. The host reads
-    only the result, so that a GPU waits for it once a round.
+    In each round the assistant proposes, the model checks, and both states move on by the accepted
+    tokens. The host reads only the result, so it waits for the GPU once a round.
 
     Args:
         model: in evaluation mode, as the assistant.
@@ -73,13 +73,13 @@ def assisted_tokens(
 
 
 _LEAD = 32
-"""How many tokens a row can be ahead of the slowest one: so long its random numbers are kept."""
+"""The most tokens that a row can be ahead of the slowest one; random numbers are kept as long."""
 
 
 class _Pair:
     """Both models, and what they do in a round.
 
-    Where the model's state keeps its size, all that follows a proposal is one CUDA graph on a GPU.
+    If the model's state has a fixed size, all work after a proposal is one CUDA graph on a GPU.
     """
 
     def __init__(
@@ -112,10 +112,10 @@ class _Pair:
             yield torch.tensor([row[step] for row in rows])
 
     def _check(self) -> Tensor:
-        """Check what is proposed, and take what is right.
+        """Check the proposal, and move both states on by the accepted tokens.
 
         Returns:
-            (B, m + 2): the best tokens of each row, and how many of them are taken.
+            (B, m + 2): the model's own m + 1 tokens of each row, and how many of them are taken.
         """
         target, draft = self.target, self.draft
         proposed, num_proposed = draft.proposed, draft.count - 1
@@ -127,10 +127,10 @@ class _Pair:
         return torch.cat([best, taken[:, None]], 1)
 
     def _taken(self, best: Tensor, proposed: Tensor, num_proposed: Tensor) -> Tensor:
-        """Return how many of the best tokens (B, m + 1) each row takes.
+        """Return how many of the model's tokens `best` (B, m + 1) each row takes.
 
-        All that are right, and one more. A row that is done goes no further, as there is no room,
-        and one that is far ahead waits.
+        These are the proposed ones up to the first wrong one, and one more. A row that is done, or
+        too far ahead of the others, takes none.
         """
         is_right = (best[:, :-1] == proposed) & (self.target.offsets[:-1] < num_proposed)
         right = is_right.long().cumprod(1).sum(1)
@@ -140,15 +140,15 @@ class _Pair:
 
 
 class _Noise:
-    """Random numbers of all rows for each place, drawn in the order of sampling alone.
+    """Random numbers of all rows for each place, in the order of sampling without an assistant.
 
-    Place p is that of a row's p-th new token. The newest numbers lie in a ring, which graphs read.
+    Place p is that of a row's p-th new token. The newest numbers are in a ring, which graphs read.
     """
 
     def __init__(
         self, sampler: Sampler, generator: Generators, logits: Tensor, num_places: int
     ) -> None:
-        """Take logits (B, vocab) for their shape; the likeliest token needs no numbers."""
+        """Take logits (B, vocab) for their shape; greedy sampling needs no numbers."""
         self.generator, self.num_drawn = generator, 0
         self.rows = torch.arange(len(logits), device=logits.device)
         self.places = torch.zeros_like(self.rows)  # of each row's next token
@@ -171,12 +171,12 @@ class _Noise:
 
 
 class _Target:
-    """The model: checks what is proposed.
+    """The model, which checks proposals.
 
-    Its state is that after all tokens of a row but the pending ones: the newest of the round
-    before, and those that were taken in it. A check reads these and what is proposed behind them,
-    and its state moves to the newest token, which is read again in the next check: so a row that
-    takes nothing can wait.
+    Its state lacks the *pending* tokens of a row: the newest before the last round, and those taken
+    in it. A check reads the pending tokens and the proposal behind them, and moves the state up to
+    the newest token, without it. The next check reads that token again, so a row that takes nothing
+    can wait.
     """
 
     def __init__(
@@ -187,11 +187,11 @@ class _Target:
         self.is_fixed = not grows(model.init_state(1))
         self.state = model.reserve(state, 0) if self.is_fixed else state
         self.in_graphs = self.is_fixed and newest.is_cuda
-        # Of each row `counts` tokens are pending, the last of them is the newest; others follow.
+        # The first `counts` tokens of each row are pending, the newest last; then the proposal.
         self.tokens = newest.new_zeros(len(newest), 2 * num_drafted + 2)
         self.tokens[:, 0] = newest.clamp(min=0)
         self.counts, self.lengths = torch.ones_like(newest), torch.zeros_like(newest)
-        self.most = 1  # the largest count, on the host, so that nobody waits
+        self.most = 1  # the largest count, on the host
         self.num_read = self.tokens.shape[1]
         self.offsets = torch.arange(num_drafted + 1, device=newest.device)
 
@@ -201,19 +201,19 @@ class _Target:
         return self.tokens.gather(1, self.counts[:, None] - 1)[:, 0]
 
     def expect(self, num_proposed: int) -> None:
-        """Note on the host how many tokens are proposed.
+        """Set how many tokens the next check reads; a graph always reads all.
 
-        A state that grows has room for all that is read, and keeps it; a graph always reads all.
+        A state that grows keeps room for every token read, so reading more would waste memory.
         """
         if not self.in_graphs:
             self.num_read = self.most + num_proposed
 
     def check(self, proposed: Tensor, num_proposed: Tensor) -> Tensor:
-        """Return what comes after the newest token and after each proposed one: (B, m + 1).
+        """Return the model's token after the newest one and after each proposed one: (B, m + 1).
 
         Args:
             proposed: (B, m).
-            num_proposed: (1,), how many of them are read; what comes after others means nothing.
+            num_proposed: (1,), how many of them are valid; results after others are meaningless.
         """
         lm = self.model
         self.tokens.scatter_(1, self.counts[:, None] + self.offsets[:-1], proposed)
@@ -232,21 +232,20 @@ class _Target:
         return self.sampler(logits.flatten(0, 1), drawn).view(index.shape[:2])
 
     def take(self, best: Tensor, taken: Tensor) -> None:
-        """Take so many (B,) of the tokens that the check has found, of each row."""
+        """Make the first `taken` (B,) tokens of each row's check pending."""
         self.tokens[:, 0] = self.newest
         self.tokens[:, 1 : 1 + len(self.offsets)] = best.clamp(min=0)
         self.counts.copy_(taken + 1)
 
     def note(self, taken: Sequence[int]) -> None:
-        """Note on the host what was taken."""
+        """Tell the host how many tokens were taken."""
         self.most = 1 + max(taken)
 
 
 class _Draft:
-    """The assistant: decodes in place, and keeps what its tokens overwrite.
+    """The assistant: decodes in place, and keeps copies of what its tokens overwrite.
 
-    On a GPU a token is one launch, what is kept included. What a state has in the host's memory is
-    no part of it.
+    On a GPU each token is one launch, copies included, except for copies in the host's memory.
     """
 
     def __init__(
@@ -260,11 +259,11 @@ class _Draft:
         self.state = model.reserve(state, room)
         waits = model.stack.step_waits()
         self.graphs = Graphs(torch.device("cpu") if waits else newest.device)
-        # Buffers, as all that follows: graphs read them.
+        # Graphs read all the buffers below.
         self.tokens = newest.clone()
         self.count = newest.new_zeros(1)  # how many tokens were read since the last check
         self.found = newest.new_zeros(num_drafted + 1, B)
-        # What the state was after 0 to m + 1 of the tokens that are read for a proposal.
+        # The overwritten tensors of the state after 0 to m + 1 tokens of a proposal.
         self.past, self.past_on_host = list[tuple[Tensor, Tensor]](), list[tuple[Tensor, Tensor]]()
         for x, on in zip(tree_leaves(self.state), model.stack.overwritten(), strict=True):
             past = self.past if x.device == newest.device else self.past_on_host
@@ -272,7 +271,7 @@ class _Draft:
         self._keep()
 
     def propose(self, count: int) -> None:
-        """Find so many tokens that may come after the newest ones, and read all of them."""
+        """Propose `count` tokens after the newest ones, and read all of them."""
         for i in range(count + 1):
             self._keep_on_host(i)
             self.model.before_step(self.state, self.graphs.run)
@@ -281,11 +280,11 @@ class _Draft:
 
     @property
     def proposed(self) -> Tensor:
-        """The tokens of the last proposal (B, m); behind them are those of others before."""
+        """The tokens of the last proposal (B, m); if it is shorter, older ones follow."""
         return self.found[:-1].T.clamp(min=0)
 
     def take(self, taken: Tensor, newest: Tensor) -> None:
-        """Go back to where so many (B,) of the tokens were read; read the newest (B,) next."""
+        """Restore the state after `taken` (B,) of the tokens; read `newest` (B,) next."""
         for x, past in self.past:
             x.copy_(past[taken, self.noise.rows])
         self.tokens.copy_(newest)
@@ -293,12 +292,12 @@ class _Draft:
         self._keep()
 
     def note(self, taken: Sequence[int]) -> None:
-        """Go back with what is in the host's memory."""
+        """Restore the part of the state that is in the host's memory."""
         for x, past in self.past_on_host:
             x.copy_(past[torch.tensor(taken), torch.arange(len(x))])
 
     def _advance(self) -> None:
-        # A NO_TOKEN on a GPU is noticed only later; until then any valid token will do.
+        # The host notices a NO_TOKEN only later; until then any valid token will do.
         logits = self.model.step(self.tokens.clamp(min=0)[:, None], self.state)[:, -1]
         drawn = self.noise.at(self.noise.places + self.count)
         self.tokens.copy_(self.sampler(self.rules(logits), drawn))

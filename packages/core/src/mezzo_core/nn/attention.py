@@ -57,10 +57,10 @@ class AttentionConfig:
         rope_base: base of RoPE by token position; None for no rotation.
         alibi: formula of the ALiBi slopes ("press" or "olmo"), or None for no ALiBi; needs
             `rope_base=None`.
-        qk_norm: a norm of the projected queries and one of the keys, before any rotation.
-        norm_eps: epsilon of these two.
-        norm_by_head: whether they norm each head apart, all with one weight (D), as in Qwen3; else
-            all heads together.
+        qk_norm: kind of the norms of the projected queries and keys, before RoPE.
+        norm_eps: epsilon of these two norms.
+        norm_by_head: True norms each head alone, with one weight (D) for all heads, as in Qwen3;
+            False norms all heads together.
         qkv_bias: whether queries, keys and values have biases, as in Qwen2.
         num_heads: number HQ of query heads; None for C / D, which fill the width.
         rope_scaling: makes some pairs of RoPE turn more slowly, as in Llama 3.1.
@@ -186,7 +186,7 @@ class Attention(AbstractMixer):
         return reserve_cache(state, num_tokens, self.config.window_size)
 
     def overwritten(self) -> tuple[bool, ...]:
-        """Tell that a window's keys and values are; without one they grow."""
+        """Tell that a window overwrites keys and values; without a window they grow."""
         is_ring = self.config.window_size is not None
         return (is_ring, is_ring, True)
 
@@ -209,7 +209,7 @@ class Attention(AbstractMixer):
         old_slots, S = old.k.shape[1], _num_slots(k.shape[1], self.config.window_size)
         if old_slots == 0 and k.shape[1] == S:
             return KVCache(k, v, lengths)
-        if k.shape[1] == S:  # every token keeps its slot: only the new ones move, behind the old
+        if k.shape[1] == S:  # old tokens keep their slots, and new ones go behind them
             slots = old.lengths[:, None] + torch.arange(S - old_slots, device=lengths.device)
             slots = slots[:, :, None, None].expand(-1, -1, *k.shape[2:])
             k, v = (x.scatter(1, slots, x[:, old_slots:]) for x in (k, v))
@@ -237,7 +237,7 @@ class Attention(AbstractMixer):
         )
 
     def flops_per_token(self, num_tokens: int) -> float:
-        """Return the FLOPs per token: 2 for each weight, and 4 HQ D for each key that it sees."""
+        """Return the FLOPs per token: 2 for each weight, and 4 HQ D for each visible key."""
         weights = sum(weight.numel() for weight in self.parameters() if weight.ndim == 2)
         window = min(self.config.window_size or num_tokens, num_tokens)
         # Token t sees min(t + 1, W) keys: 1 + 2 + ... + W, then W for each of the other T - W.
@@ -247,7 +247,7 @@ class Attention(AbstractMixer):
 
 def empty_cache(batch: int, num_heads: int, head_dim: int, like: Tensor) -> KVCache:
     """Return a cache without tokens for `batch` rows, in the dtype and on the device of `like`."""
-    # Not by `new_zeros`: a sharded weight's are sharded, but a process has its own rows.
+    # Not `like.new_zeros`: if `like` is sharded, the result would be too, but rows are not.
     empty = torch.zeros(batch, 0, num_heads, head_dim, dtype=like.dtype, device=like.device)
     return KVCache(empty, empty, torch.zeros(batch, dtype=torch.int64, device=like.device))
 
@@ -270,11 +270,11 @@ def reserve_cache(state: KVCache, num_tokens: int, window_size: int | None = Non
 
 
 def check_cache(state: KVCache, window_size: int | None = None) -> None:
-    """Check that each row's tokens are in the slots: lengths on a CPU only.
+    """Check that the slots can hold each row's tokens; lengths are read on a CPU only.
 
     Raises:
-        ValueError: if a row has more tokens than slots, and they are no ring of a whole window; if
-            there are more slots than the window has; or if a length is negative.
+        ValueError: if a row has more tokens than slots, unless the slots are the ring of a whole
+            window; if there are more slots than the window has; or if a length is negative.
     """
     S = state.k.shape[1]
     if window_size is not None and window_size < S:
@@ -283,11 +283,7 @@ def check_cache(state: KVCache, window_size: int | None = None) -> None:
 
 
 def check_room(state: KVCache, window_size: int | None = None) -> None:
-    """Check as `check_cache`, and that each row has room for another token.
-
-    Raises:
-        ValueError: if not, on a CPU.
-    """
+    """Check as `check_cache`, and raise a ValueError if, on a CPU, a row is full."""
     check_cache(state, window_size)
     S, lengths = state.k.shape[1], state.lengths
     if window_size != S and is_read(lengths) and (lengths == S).any():
@@ -295,11 +291,7 @@ def check_room(state: KVCache, window_size: int | None = None) -> None:
 
 
 def check_alike(caches: Sequence[KVCache], name: str = "state") -> None:
-    """Check that the caches of all layers have the same slots, and on a CPU the same lengths.
-
-    Raises:
-        ValueError: if not.
-    """
+    """Raise a ValueError if layers' caches differ in their slots or, on a CPU, in their lengths."""
     first = caches[0]
     for i, cache in enumerate(caches):
         if cache.k.shape != first.k.shape:

@@ -1,4 +1,4 @@
-"""Beam search: of many continuations, those that the model finds likeliest as a whole."""
+"""Beam search: looks for the continuations that are likeliest as a whole."""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -34,17 +34,17 @@ def beam_search(
     max_new_tokens: int,
     stop_tokens: Collection[int] = (),
 ) -> list[list[Beam]]:
-    """Return the likeliest continuations that were found of each prompt, the best first.
+    """Return the likeliest continuations found for each prompt, the best first.
 
-    In each step, the `num_beams` likeliest of all continuations by one token go on; one that ends
-    by a stop token is kept as it is and takes the place of one that goes on. Scores are sums: they
-    are not divided by lengths.
+    Each step extends every beam by all tokens and keeps the `num_beams` likeliest results. A beam
+    that ends with a stop token is final, but still counts as one of `num_beams`. Scores are sums,
+    not divided by lengths.
 
     Args:
         model: the model; the search runs on its device and in its dtype. FSDP2 must not
             have sharded it.
         prompts: token ids, at least one for each prompt.
-        num_beams: how many continuations of each prompt are followed, and returned.
+        num_beams: how many continuations of each prompt are followed and returned.
         max_new_tokens: the most tokens to add.
         stop_tokens: a continuation ends at the first of these.
 
@@ -92,9 +92,10 @@ def beam_search(
 def _extend(
     beams: Sequence[Beam], scores: torch.Tensor, count: int, stops: frozenset[int]
 ) -> tuple[list[Beam], list[int], list[Beam]]:
-    """Return the likeliest beams one token longer, the beam that each extends, and those that end.
+    """Return the `count` likeliest beams one token longer.
 
-    `scores` (len(beams), vocab) are the log-probabilities of the next token of each.
+    `scores` (len(beams), vocab) are the log-probabilities of each beam's next token. Returns the
+    beams that go on, the index of the beam that each extends, and the beams that have ended.
     """
     if not beams or count < 1:
         return [], [], []

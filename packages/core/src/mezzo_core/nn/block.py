@@ -24,8 +24,8 @@ class MixerBlockConfig:
         mixer: the mixer along time.
         mlp: the MLP along channels, after the mixer.
         norm_eps: epsilon of both norms.
-        norm: what is before the mixer and before the MLP.
-        residual_scale: r, by which their outputs are multiplied before they are added.
+        norm: kind of the norms before the mixer and before the MLP.
+        residual_scale: r, which multiplies the outputs of both before they are added.
     """
 
     mixer: MixerConfig
@@ -58,7 +58,7 @@ class AbstractMixerBlock(AbstractBlock):
     mixer: AbstractMixer
 
     def before_step(self, state: Any, run: Run = run_eagerly) -> None:
-        """Do what the mixer's next step needs of the host."""
+        """Call `before_step` of the mixer."""
         self.mixer.before_step(state, run)
 
     def check_step(self, x: Tensor, state: Any) -> None:
@@ -96,8 +96,8 @@ class AbstractMixerBlock(AbstractBlock):
     def without_padding(self, x: Tensor, state: Any, lengths: Tensor | None) -> Tensor:
         """Return x with zeros as padding, because a NaN there would reach the norms' gradients.
 
-        Without gradients nothing is to be done: a mixer takes no padding into its state. The norm
-        comes before the mixer's checks, so x is checked here.
+        Without gradients x stays as it is: a mixer ignores padding. The norm runs before the mixer
+        checks its input, so x is checked here.
         """
         self.check_input(x, None if lengths is None else state, None, lengths)
         return without_padding(x, lengths) if torch.is_grad_enabled() else x
@@ -144,7 +144,7 @@ class Block(AbstractMixerBlock):
     def look_ahead(
         self, x: Tensor, state: Any, lengths: Tensor, certain: Tensor
     ) -> tuple[Tensor, Any]:
-        """Look ahead with the mixer; nothing else depends on other tokens."""
+        """Look ahead with the mixer; all other parts work on each token alone."""
         x = self.without_padding(x, state, lengths)
         mixed, state = self.mixer.look_ahead(self.mixer_norm(x), state, lengths, certain)
         return self._finish(x, mixed), state

@@ -48,8 +48,8 @@ def save_model(
 
     Raises:
         UserError: if `folder` holds other files than a model's, holds a model that another program
-            wrote, or cannot be written; if the weights are not those of the configuration, so that
-            `load_model` would refuse them; or if safetensors is not installed.
+            wrote, or cannot be written; if the weights do not fit the configuration; or if
+            safetensors is not installed.
         TypeError: if `extra` holds values that JSON does not have.
         ValueError: if `extra` holds NaN or infinity, or the model is sharded and `weights` is not
             given.
@@ -57,7 +57,7 @@ def save_model(
     library = import_library("safetensors.torch", "train")
     folder = Path(folder).resolve()
     described: dict[str, Any] = {"config": to_json(config), "extra": extra or {}}
-    json.dumps(described, allow_nan=False)  # fails before any work if it cannot be stored
+    json.dumps(described, allow_nan=False)  # raises before any work
     model = getattr(model, "_orig_mod", model)  # torch.compile's wrapper renames all weights
     if weights is None:
         check_whole(model)
@@ -86,7 +86,7 @@ def save_model(
             _put_in_place(new, folder)
         finally:
             _remove(new)
-    except (OSError, _safetensor_error()) as error:
+    except (OSError, safetensor_error()) as error:
         raise UserError(f"cannot save the model in {folder}: {error}") from error
 
 
@@ -124,10 +124,9 @@ def load_model(
         weights = _read_weights(folder / WEIGHTS, expected, description, device)
     except UserError as error:
         weights = error
-    # A run may have saved the model anew meanwhile. Then these weights may be those of the new one,
-    # and do not fit what was read of the old one.
+    # If a run has saved a new model meanwhile, the weights may be the new ones and the rest old.
     if _read_description(_existing(Path(asked).resolve()) / CONFIG) != description:
-        del weights  # both need not fit into memory
+        del weights  # two sets of weights might not fit into memory
         return load_model(asked, device=device, allow_packages=allow_packages)
     if isinstance(weights, UserError):
         raise weights
@@ -168,7 +167,7 @@ def find_model(run: str | Path) -> Path:
 
 
 def count_weights(folder: Path) -> int:
-    """Return how many weights a saved model has, told by the head of their file alone.
+    """Return how many weights a saved model has; only the head of their file is read.
 
     Raises:
         UserError: if the file is missing or damaged.
@@ -195,7 +194,7 @@ def copy_weights(folder: str | Path, model: LM) -> None:
 
 
 def weights_checksum(folder: str | Path) -> int | None:
-    """Return the checksum of a saved model's weights that its config.json notes, if it does."""
+    """Return the checksum of the weights in a saved model's config.json; None without one."""
     description = _read_description(_existing(Path(folder).resolve()) / CONFIG)
     checksum: int | None = description["weights_crc32"]
     return checksum
@@ -212,7 +211,7 @@ def check_weights(
     """Check that a file's weights have the names and shapes of a model's.
 
     Args:
-        where: the file, which the message begins with.
+        where: the beginning of the message, such as the file.
         expected: the weights of the configured model.
         got: the shape of each weight in the file.
 
@@ -249,7 +248,7 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 
 
 def _previous(folder: Path) -> Path:
-    """Return the folder that the old model is moved to while the new one is moved into place."""
+    """Return where the old model waits while the new one is moved into place."""
     return folder.with_name(f".{folder.name}.previous")
 
 
@@ -265,7 +264,7 @@ def _put_in_place(new: Path, folder: Path) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove the files beside this folder that killed calls of `save_model` left."""
+    """Remove what killed calls of `save_model` left beside this folder."""
     ours = re.compile(re.escape(f".{folder.name}.") + "[0-9a-f]{16}")
     with suppress(OSError):
         for path in [path for path in folder.parent.iterdir() if ours.fullmatch(path.name)]:
@@ -355,13 +354,13 @@ def _read_weights(
             raise UserError(f"{path} is damaged: its checksum is not that of what was saved")
         weights = library.load_file(path, device=str(device))
         return {current_name(name): weight for name, weight in weights.items()}
-    except (OSError, _safetensor_error()) as error:
+    except (OSError, safetensor_error()) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
 
 
 @contextmanager
 def open_weights(path: Path) -> Iterator[Any]:
-    """Open a file of weights; errors become a UserError of one line."""
+    """Open a safetensors file; its errors become a UserError of one line."""
     library = import_library("safetensors", "train")
     if not path.is_file():  # on a pipe the library would wait forever
         raise UserError(f"no model in {path.parent}: {path.name} is missing, or no file")
@@ -389,7 +388,8 @@ def _usable(device: torch.device | str) -> torch.device:
         ) from error
 
 
-def _safetensor_error() -> type[Exception]:
+def safetensor_error() -> type[Exception]:
+    """Return the exception that safetensors raises for a damaged file or a failed write."""
     return import_library("safetensors", "train").SafetensorError
 
 

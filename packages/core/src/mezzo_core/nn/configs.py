@@ -1,4 +1,4 @@
-"""What describes a sequence module, and builds it: a frozen dataclass."""
+"""Protocols of configurations: frozen dataclasses that describe a sequence module and build it."""
 
 from typing import Protocol
 

@@ -34,7 +34,7 @@ Run = Callable[[Callable[[Any], Any], Any], Any]
 
 
 def run_eagerly(work: Callable[[Any], Any], state: Any) -> Any:
-    """Do it, and nothing else; a decoder does it in a CUDA graph."""
+    """Call the work directly, where a decoder would run it in a CUDA graph."""
     return work(state)
 
 
@@ -62,7 +62,7 @@ class AbstractSequenceModule(nn.Module, ABC):
 
     _templates: "dict[torch.device, Any] | None" = None
     _counts: tuple[bool, ...] | None = None
-    """Which tensors of a state count tokens, if nothing else is overwritten."""
+    """Which tensors of a state are counters, if tokens overwrite nothing else; () if they do."""
 
     @abstractmethod
     def forward(
@@ -116,8 +116,7 @@ class AbstractSequenceModule(nn.Module, ABC):
     def reserve(self, state: Any, num_tokens: int) -> Any:
         """Return the state with room for `num_tokens` more tokens of every row.
 
-        Its buffers are new, so `step` may overwrite them. The call may wait for the GPU, to read
-        lengths.
+        Its buffers are new, so `step` may overwrite them. The call may wait for the GPU.
 
         Raises:
             TypeError: if the state is of another kind of module, or `num_tokens` is no int.
@@ -128,9 +127,7 @@ class AbstractSequenceModule(nn.Module, ABC):
         return tree_map(lambda old, new: old.to(new.dtype, copy=True), state, own)
 
     def fork(self, state: Any) -> Any:
-        """Return a second state after the same tokens, with the same room.
-
-        What is done with one of the two does not change the other.
+        """Return an independent copy of the state, with the same room.
 
         Raises:
             TypeError: if the state is of another kind of module.
@@ -140,9 +137,7 @@ class AbstractSequenceModule(nn.Module, ABC):
         return self.copy_rows(state, None)
 
     def select(self, state: Any, rows: Rows) -> Any:
-        """Return the state of some rows, in any order and with repeats, with the same room.
-
-        It has tensors of its own, as one of `fork` has.
+        """Copy some rows of the state, in any order and with repeats; the room stays the same.
 
         Args:
             state: of a batch of B rows.
@@ -155,37 +150,36 @@ class AbstractSequenceModule(nn.Module, ABC):
         return self.copy_rows(state, self.check_rows("select", state, rows))
 
     def reset(self, state: Any, rows: Rows) -> Any:
-        """Return a state of its own in which some rows are before their first token.
+        """Copy the state, and put some rows of the copy back before their first token.
 
-        The other rows stay as they are, and so does the room. Arguments and errors are those of
-        `select`.
+        The room stays the same. Arguments and errors are those of `select`.
         """
         return reset_rows(state, self.check_rows("reset", state, rows), self.init_state(1))
 
     def copy_rows(self, state: Any, rows: Tensor | None) -> Any:
-        """Return a copy of some rows (N,) int64 of a state, or of all of them.
+        """Copy some rows (N,) int64 of a state, or all; `fork` and `select` call it.
 
-        `fork` and `select` call it. A module overrides it if parts of its state may be
-        shared, because nothing overwrites them, or if a copy of them has a place of its own.
+        A module overrides this if copies may share a part of the state that nothing overwrites, or
+        if a part needs its own allocation.
         """
         return tree_map(torch.clone, state) if rows is None else select_rows(state, rows)
 
     def overwritten(self) -> tuple[bool, ...]:
-        """Tell of each tensor of a state whether a token overwrites what earlier ones wrote.
+        """Tell for each tensor of a state whether a token overwrites what earlier tokens wrote.
 
-        Into the others each token writes behind those before it, and a state reads nothing behind
-        its own tokens, so that a state that goes back sees the same tensors. By default these are
-        the tensors that grow. If only counters (B,) int64 are overwritten, they count tokens.
+        To the other tensors, by default those that grow, each token only appends. A state never
+        reads beyond its own tokens there, so a state that goes back can keep such a tensor. If all
+        overwritten tensors are (B,) int64, they must be counters of tokens.
         """
         return tuple(0 not in x.shape for x in tree_leaves(self.init_state(1)))
 
     def prefill(
         self, x: Tensor, state: Any, *, lengths: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        """Run over the next segment of a prompt, of which only the last output is wanted.
+        """Run over the next segment of a prompt, and return only its last output.
 
-        By default all outputs are computed. A module may leave out what the last one and the state
-        do not need.
+        By default all outputs are computed. A module may skip what neither the last output nor the
+        state needs.
 
         Args:
             x: (B, T, C), T at least 1.
@@ -193,8 +187,8 @@ class AbstractSequenceModule(nn.Module, ABC):
             lengths: as in `forward`.
 
         Returns:
-            y (B, 1, C) of each row's last real token, which of a row without one is meaningless,
-            and the state after it.
+            y (B, 1, C) at each row's last real token (meaningless for a row without one), and the
+            state after it.
         """
         y, after = self(x, state, lengths=lengths)
         return last_real(y, lengths), after
@@ -202,22 +196,22 @@ class AbstractSequenceModule(nn.Module, ABC):
     def look_ahead(
         self, x: Tensor, state: Any, lengths: Tensor, certain: Tensor
     ) -> tuple[Tensor, Any]:
-        """Run over tokens of which only the first of each row are certain to stay.
+        """Run over all tokens, but advance the state over the first `certain` of each row only.
 
-        So a model checks what an assistant proposes, and what is proposed in vain leaves no trace.
-        By default certain tokens are read twice, unless only counts of tokens are overwritten, from
-        which the others can be taken.
+        So a model can check the tokens that an assistant proposes: rejected ones leave no trace in
+        the state. By default the certain tokens are read twice. A state in which tokens overwrite
+        only counters is set back instead.
 
         Args:
             x: (B, T, C).
             state: the state after the tokens before x.
             lengths: (B,) int64, the number of real tokens in each row, as in `forward`.
-            certain: (B,) int64, how many of these the state is to have read.
+            certain: (B,) int64, how many of these the new state has read.
 
         Returns:
             y (B, T, C) of all real tokens, and the state after the last certain one.
         """
-        if self._counts is None:  # told once, so that a CUDA graph holds no new state
+        if self._counts is None:  # computed once, so that a CUDA graph allocates no new state
             overwritten = self.overwritten()
             self._counts = overwritten if only_counts(self.init_state(1), overwritten) else ()
         y, after = self(x, state, lengths=lengths)
@@ -234,9 +228,9 @@ class AbstractSequenceModule(nn.Module, ABC):
 
         Args:
             state: from `reserve`.
-            run: by which it may call a method of its own with the state, `run(self.work, state)`:
-                one that could be part of a step. A decoder captures it in a CUDA graph, and the
-                next call overwrites the tensors that it has returned.
+            run: calls a method of the module, `run(self.work, state)`. A decoder captures that
+                method in a CUDA graph, so it must not wait for the GPU either, and the next call
+                overwrites the tensors that it returned.
         """
 
     def step_waits(self) -> bool:
@@ -256,8 +250,8 @@ class AbstractSequenceModule(nn.Module, ABC):
         writes nothing out of bounds, but its outputs are meaningless.
 
         This default is for states of fixed size. A module whose state grows must override
-        `reserve` and `step`, and check its room in `check_step`: where that raises, in any layer,
-        no layer has moved.
+        `reserve` and `step`, and check its room in `check_step`. A stack calls `check_step` of all
+        layers first, so that an error leaves every layer's state unchanged.
 
         Args:
             x: (B, 1, C).
@@ -365,7 +359,7 @@ class AbstractSequenceModule(nn.Module, ABC):
 
     def _check_state(self, state: Any, x: Tensor) -> None:
         self.check_kind(state)
-        if torch.compiler.is_compiling():  # checked in an eager call, or made by init_state
+        if torch.compiler.is_compiling():  # eager calls check it
             return
         self._templates = self._templates or {}
         name = type(self).__name__
@@ -374,7 +368,7 @@ class AbstractSequenceModule(nn.Module, ABC):
                 check_like(name, "state", state, self._templates[x.device], x.shape[0])
                 return
             except ValueError:
-                pass  # the weights may have moved since: look again where a state is
+                pass  # the weights may have moved since: make a new template below
         self._templates[x.device] = tree_map(Leaf.of, self.init_state(1))
         check_like(name, "state", state, self._templates[x.device], x.shape[0])
 

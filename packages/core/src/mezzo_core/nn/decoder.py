@@ -15,9 +15,8 @@ class Decoder:
     """Samples one token of every row in each step, overwriting the state.
 
     The first step runs eagerly. On a GPU the second step is captured as a CUDA graph, and from then
-    on a step is one launch (`Graphs`). What the model runs before some steps (`before_step`)
-    becomes another graph in the same way. Steps that wait for the GPU (`step_waits`) stay
-    eager.
+    on a step is one launch (`Graphs`). Work of `before_step` becomes another graph in the same way.
+    Steps that wait for the GPU (`step_waits`) stay eager.
     """
 
     def __init__(
@@ -36,9 +35,9 @@ class Decoder:
             state: from `model.reserve`, with room for as many tokens as there will be steps.
             tokens: (B,) int64, the newest token of each row, which is not in the state yet.
             sampler: samples the next tokens.
-            generator: on the model's device, one or one for each row; None takes torch's global
-                one. Or what they drew, in a buffer that the caller fills before each step.
-            rules: change the logits, and note the tokens.
+            generator: on the model's device; or drawn numbers, in a buffer that the caller fills
+                before each step.
+            rules: change the logits, and see each new token.
         """
         self.model = model
         self.state = state
@@ -57,7 +56,7 @@ class Decoder:
         return self.tokens
 
     def _advance(self) -> None:
-        # A NO_TOKEN on a GPU is noticed only later; until then any valid token will do.
+        # The host notices a NO_TOKEN only later; until then any valid token will do.
         logits = self.model.step(self.tokens.clamp(min=0)[:, None], self.state)[:, -1]
         if self.rules is not None:
             logits = self.rules(logits)

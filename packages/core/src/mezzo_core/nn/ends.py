@@ -1,4 +1,4 @@
-"""Where the continuation of a prompt ends."""
+"""Decides where the continuation of each prompt ends."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

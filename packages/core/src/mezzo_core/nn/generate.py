@@ -76,30 +76,29 @@ def generate(
             each row, what a row draws does not depend on the others.
         prefill_tokens: run this many tokens of the prompts at a time, to bound the memory of long
             prompts; None runs all at once. The results are the same up to rounding.
-        state: after what comes before all prompts, of one row, such as a common beginning that is
-            read once; or of one row for each prompt. It stays as it is.
-        num_samples: how many continuations of each prompt to return, one after the other; the
-            prompt is read once, but for `num_rows`.
-        num_rows: how many continuations run at a time: where some have ended, the next prompts take
-            their places in the batch. None runs all at once, until the last one ends.
-        repetition_penalty: above 0; logits of tokens that the prompt or its continuation has are
-            divided by it where they are positive, and else multiplied. Tokens of `state` do not
-            count.
+        state: the state before the prompts, which is not changed: one row for all of them, such as
+            a common beginning that was read once, or one row for each prompt.
+        num_samples: how many continuations of each prompt to return, one after the other. The
+            prompt is read once, unless `num_rows` is given.
+        num_rows: how many continuations run at a time: when one ends, the next prompt takes its row
+            of the batch. None runs all at once, until the last one ends.
+        repetition_penalty: above 0. For tokens in the prompt or its continuation, positive logits
+            are divided by it, negative ones multiplied. Tokens in `state` do not count.
         logit_bias: added to the logits of single tokens; -inf forbids one.
-        stop: called with the new tokens of a prompt after each of them; it ends after the token at
-            which this returns True (`mezzo_core.data.stop_texts`).
-        assistant: a smaller model of the same vocabulary, which proposes tokens that the model
-            checks, several at a time. The tokens are those without it, but for rounding, sampled
-            ones too. It needs no penalty, one sample, no state and no `num_rows`.
-        num_drafted: the most tokens that the assistant proposes at a time: half as many again as
-            were taken in the last rounds, on average.
+        stop: called with a prompt's new tokens after each of them; the continuation ends when it
+            returns True (`mezzo_core.data.stop_texts`).
+        assistant: a smaller model with the same vocabulary. It proposes several tokens, and the
+            model checks them at once. Up to rounding, the result is the same as without it, also
+            when sampling. It excludes a penalty, several samples, `state` and `num_rows`.
+        num_drafted: the most tokens that the assistant proposes at a time. Fewer are proposed while
+            the model rejects many.
 
     Raises:
         ValueError: if an argument is out of range (the message names it), the samples need more
             memory than is free, or the model's logits are NaN.
         TypeError: if an argument has the wrong type.
     """
-    steps = stream(**locals())  # which has the same arguments
+    steps = stream(**locals())  # it has the same arguments
     rows: list[list[int]] = [[] for _ in range(len(prompts) * num_samples)]
     for step in steps:
         for row, token in zip(rows, step, strict=True):
@@ -130,11 +129,11 @@ def stream(
 ) -> Iterator[list[int | None]]:
     """Yield one list a step: each prompt's new token, or None once that prompt has stopped.
 
-    With `num_rows` it is None of prompts that wait for their turn, too.
+    With `num_rows`, prompts that wait for their turn have None too.
 
     The arguments and errors are those of `generate`. Errors about arguments are raised at the call,
-    not at the first step. The model is in evaluation mode until the iterator ends or is closed, of
-    several until the last one does; then its earlier mode is restored.
+    not at the first step. The model stays in evaluation mode until all its streams have ended or
+    are closed; then its earlier mode is restored.
     """
     sampler = Sampler(temperature, top_k, top_p)
     check_whole(model)
@@ -163,7 +162,7 @@ def stream(
     every = [prompt for prompt in prompts for _ in range(num_samples)]
     end = Ends(num_results, stops, stop)
     if assistant is None and num_rows is not None and num_rows < num_results:
-        if isinstance(model.stack, Rewinding):  # no row goes back
+        if isinstance(model.stack, Rewinding):  # nobody rolls back here
             plain = cast(AbstractStack, model.stack.module)
             model = LM(model.embed, plain, model.norm, model.head)
             state = state.state if isinstance(state, Kept) else state
@@ -226,12 +225,12 @@ class _Held:
 
 
 _held: dict[LM, _Held] = {}
-"""The models that streams have in evaluation mode."""
+"""The models that streams hold in evaluation mode."""
 
 
 @contextmanager
 def evaluation(model: LM) -> Iterator[None]:
-    """Hold the model in evaluation mode, until the last of those who do ends."""
+    """Hold the model in evaluation mode, until the last such context of the model ends."""
     held = _held.setdefault(model, _Held([part for part in model.modules() if part.training]))
     held.streams += 1
     model.eval()

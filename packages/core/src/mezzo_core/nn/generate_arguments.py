@@ -1,4 +1,4 @@
-"""Checks of the arguments of `generate`: each raises one clear line that names the argument."""
+"""Checks of the arguments of `generate`; each raises a ValueError that names the argument."""
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
@@ -13,11 +13,11 @@ from mezzo_core.nn.lm import LM
 from mezzo_core.nn.sharded import check_whole
 
 FLOAT = torch.finfo(torch.float32)
-"""Logits are computed in it."""
+"""The dtype in which logits are changed and sampled."""
 
 
 def check_prefix(state: Any, num_prompts: int, num_rows: int | None) -> None:
-    """Check that a state has one row, or as many as there are prompts that run all at once."""
+    """Check that a state has one row or, without `num_rows`, one for each prompt."""
     leaves = tree_leaves(state)
     rows = len(leaves[0]) if leaves and isinstance(leaves[0], Tensor) else 0
     if rows not in (1, num_prompts):
@@ -27,11 +27,7 @@ def check_prefix(state: Any, num_prompts: int, num_rows: int | None) -> None:
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
-    """Check that there are prompts, and that each has tokens of the vocabulary.
-
-    Raises:
-        ValueError: if not.
-    """
+    """Check that there are prompts, and that each has tokens of the vocabulary."""
     if len(prompts) == 0:  # an array has no truth value
         raise ValueError("prompts must hold at least one prompt, got none")
     for i, prompt in enumerate(prompts):
@@ -48,15 +44,15 @@ def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
 
 
 def check_count(name: str, value: Any) -> None:
-    """Check that a number is a whole one from 1."""
+    """Check that a value is an int of 1 or more."""
     is_count = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_count or not 1 <= int(value) < 2**31:
         raise ValueError(f"{name} must be from 1 to 2^31 - 1, got {value!r}")
 
 
 def check_memory(name: str, value: int, model: LM, num_rows: int, num_tokens: int) -> None:
-    """Check that the memory which is free has room for rows of this length and their logits."""
-    # Of a logit are held: float64 for exact sums, or float32 sorted with its place, and copies.
+    """Check that rows of this length and their logits fit into the free memory."""
+    # 24 bytes a logit: float64 for exact sums, or float32 sorted with its index, and copies.
     of_a_row = model.state_bytes(num_tokens) + 24 * model.vocab_size
     free = available_memory(next(model.parameters()).device)
     if num_rows * of_a_row > free:
@@ -133,5 +129,5 @@ def check_assistant(
         )
     if penalty != 1 or state is not None or num_samples != 1 or num_rows is not None:
         raise ValueError(
-            "assistant needs no repetition_penalty, no state, one sample and no num_rows"
+            "assistant goes without repetition_penalty, state, num_samples and num_rows"
         )

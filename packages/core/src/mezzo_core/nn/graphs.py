@@ -1,4 +1,4 @@
-"""Work on a GPU as CUDA graphs: captured once, and from then on one launch."""
+"""Runs work on a GPU as CUDA graphs: captured once, then one launch each time."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,24 +12,24 @@ class _Graph(NamedTuple):
 
 
 class Graphs:
-    """Runs work eagerly at first, and from the second time on as a CUDA graph, on a GPU.
+    """Runs work eagerly at first and, on a GPU, from the second time on as a CUDA graph.
 
-    A capture needs a warm-up, in which kernels are compiled and libraries loaded. The first run
-    serves as this warm-up: it is a real one, so that work may overwrite what it is given. A graph
-    keeps the autocast settings of the second run.
+    A capture needs a warm-up, to compile kernels and load libraries. The first run serves as the
+    warm-up, so work that overwrites its state is done once only. A graph keeps the autocast
+    settings of the second run.
     """
 
     def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()) -> None:
-        """Take the device, and the generators that work draws from beside torch's global one."""
+        """Take the device, and the generators that work uses besides torch's global one."""
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._generators = generators
-        # By what is run and the identity of its state; None once it has run eagerly.
+        # Keyed by the work and the identity of its state; None after the eager run.
         self._graphs: dict[tuple[Callable[[Any], Any], int], _Graph | None] = {}
 
     def run(self, work: Callable[[Any], Any], state: Any) -> Any:
-        """Return work(state), on a GPU in tensors that the next run overwrites.
+        """Return work(state); on a GPU the next run overwrites the returned tensors.
 
-        All runs must find their tensors in the same places, and none may wait for the GPU.
+        All runs must use the same tensors, and none may wait for the GPU.
         """
         if self._stream is None:
             return work(state)
@@ -53,8 +53,8 @@ class Graphs:
                 *self._generators,
             ):
                 graph.register_generator_state(generator)
-        # Autocast frees the weights that it has cast when its context ends, but the graph is used
-        # longer. So the cast must be part of the graph.
+        # Autocast frees its cached casts of weights when its context ends, but the graph lives
+        # longer. Without the cache, the casts are part of the graph.
         casts = torch.autocast(
             "cuda",
             dtype=torch.get_autocast_dtype("cuda"),

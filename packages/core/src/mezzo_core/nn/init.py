@@ -20,12 +20,12 @@ def init_weights(model: nn.Module, std: float = 0.02) -> None:
     | a mixer, block or stack, by `init_own_weights` | its choice    | its own, after the above |
 
     No matrix is scaled with depth. Weights are drawn in the order of `model.modules()`, so
-    `torch.manual_seed` determines all of them on a given kind of device. A parameter without a line
-    in the table keeps the values of its constructor. On the meta device nothing is drawn.
+    `torch.manual_seed` determines all of them on a given kind of device. A parameter that is not in
+    the table keeps the values of its constructor. On the meta device nothing is drawn.
     """
     for module in model.modules():
         if any(weight.is_meta for weight in module.parameters(recurse=False)):
-            continue  # torch would be long at filling nothing
+            continue  # there is nothing to fill, but torch would take long
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=std)
         elif isinstance(module, nn.Linear):

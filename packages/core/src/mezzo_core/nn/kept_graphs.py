@@ -16,17 +16,17 @@ Owner = TypeVar("Owner")
 _PLAIN = (bool, int, float, str, type(None), Sampler)
 
 _idle: dict[LM, dict[Any, list[Any]]] = {}
-"""Owners of graphs that no call uses now, by their models and by what they are like."""
+"""Owners of graphs that no call uses now, by model and `_likeness`."""
 
 
 @contextmanager
 def keep_graphs(model: LM) -> Iterator[None]:
-    """Let calls of `generate` and `stream` with this model share CUDA graphs, until this ends.
+    """Inside this context, calls of `generate` and `stream` with this model share CUDA graphs.
 
-    A capture takes as long as many steps. Calls share one if they have as many rows, the same
-    sampling and the same assistant, and if their states have the same shapes: those of
-    recurrent models always do, those of attention if prompt plus new tokens have the same length.
-    Until this ends, buffers as large as the states stay in memory. The results are the same.
+    A capture takes as long as many steps. Calls share a graph if they have the same number of rows,
+    the same sampling and the same assistant, and states of the same shapes: those of recurrent
+    models always are; those of attention are if prompt plus new tokens have the same length. Until
+    the context ends, buffers as large as the states stay in memory. Results do not change.
     """
     if model in _idle:
         yield
@@ -40,9 +40,9 @@ def keep_graphs(model: LM) -> Iterator[None]:
 
 @contextmanager
 def lent(model: LM, new: Owner) -> Iterator[Owner]:
-    """Yield an object that owns graphs: the new one, or a kept one that holds what the new one has.
+    """Yield an owner of graphs: the new one, or a kept one with the new one's values.
 
-    Both have the same attributes, of which graphs read the tensors and change them in place.
+    Graphs read and overwrite the tensors of their owner, so these are copied in place.
     """
     likeness = _likeness(new, set()) if model in _idle else None
     if likeness is None:
@@ -54,14 +54,14 @@ def lent(model: LM, new: Owner) -> Iterator[Owner]:
         _refill(owner, new)
     try:
         yield owner
-    except GeneratorExit:  # whoever takes its tokens has enough
+    except GeneratorExit:  # the caller wants no more tokens
         kept.append(owner)
         raise
-    kept.append(owner)  # but not after another exception: its graphs may be half made
+    kept.append(owner)  # but not after another exception: its graphs may be incomplete
 
 
 def _likeness(owner: Any, seen: set[int]) -> Any:
-    """Return what two owners have in common if they can run the same graphs; None if none can."""
+    """Return a key that is equal for owners that can share graphs; None if this one cannot."""
     seen.add(id(owner))
     parts: list[Any] = [type(owner)]
     for name, value in vars(owner).items():
@@ -91,13 +91,13 @@ def _is_ours(value: Any) -> bool:
 
 
 def _refill(owner: Any, new: Any) -> None:
-    """Give an owner what the new one holds; tensors stay where graphs read them."""
+    """Copy the values of the new owner into a kept one; tensors stay where graphs read them."""
     for name, value in vars(new).items():
         pairs = list(zip(tree_leaves(getattr(owner, name)), tree_leaves(value), strict=True))
         if all(isinstance(leaf, _PLAIN) for _, leaf in pairs):
             setattr(owner, name, value)
         elif any(isinstance(x, Tensor) and x.shape != old.shape for old, x in pairs):
-            setattr(owner, name, value)  # no graph reads what has changed its shape
+            setattr(owner, name, value)  # no graph reads a tensor whose shape changes
         else:
             for old, x in pairs:
                 if isinstance(x, Tensor):

@@ -1,4 +1,4 @@
-"""The linear layer of all our modules, which uses a special kernel for a decoding step."""
+"""The linear layer of all our modules, with a special kernel for a decoding step."""
 
 import math
 

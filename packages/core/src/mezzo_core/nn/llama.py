@@ -1,8 +1,7 @@
 """Llama, Mistral and Qwen checkpoints: reads a folder into our LM, with equal logits.
 
-Their RoPE pairs dimension i of a head with i + D/2, as `mezzo_core.positions` does. So the rows of
-queries and keys are copied in the stored order. In all, a window of W keys includes the token
-itself.
+Their RoPE pairs dimension i of a head with i + D/2, as `mezzo_core.positions` does, so the rows of
+queries and keys keep their order. A window of W keys includes the token itself, there as here.
 """
 
 from collections.abc import Mapping
@@ -29,7 +28,7 @@ _DEFAULTS: Mapping[str, Mapping[str, int]] = {
 }
 KINDS = tuple(_DEFAULTS)
 """The architectures that `load_llama` reads, by their "model_type"."""
-# The values that our LM supports for these keys, if they are there.
+# The values that our LM supports for these keys; a key may be missing.
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False, None),
@@ -70,15 +69,15 @@ def load_llama(folder: str | Path, *, has_rope: bool = True) -> tuple[LMConfig, 
         has_rope: False ignores RoPE, of any kind, for a conversion to a model without RoPE.
 
     Returns:
-        The configuration of an LM of softmax attention, and its `state_dict` in the stored dtype;
-        matrices and biases of several dtypes all get the widest. A tied head also has an entry
-        under its own name.
+        The configuration of an LM with softmax attention, and its `state_dict` in the stored dtype;
+        if dtypes differ, matrices and biases get the widest. A tied head also has an entry under
+        its own name.
 
     Raises:
         UserError: if a file is missing or damaged, the architecture is another one, the model has
-            features that our LM lacks (RoPE scaled otherwise than linearly or as in Llama 3, other
-            biases or activations, quantized weights), or the weights are not those that
-            config.json describes.
+            features that our LM lacks (RoPE scalings but linear and Llama 3's, other biases or
+            activations, quantized weights), or the weights are not those that config.json
+            describes.
     """
     folder = Path(folder)
     described = Described.of(folder)
@@ -100,7 +99,7 @@ def is_llama(folder: str | Path) -> bool:
 
 
 def local_tokenizer(folder: Path) -> str | None:
-    """Return the tokenizer beside a checkpoint, by a name for `load_tokenizer`; None if none is."""
+    """Return a name for `load_tokenizer` of the tokenizer beside a checkpoint; None without one."""
     if (folder / "tokenizer.json").is_file():
         return str(folder)
     path = folder / "tokenizer.model"
@@ -108,12 +107,7 @@ def local_tokenizer(folder: Path) -> str | None:
 
 
 def llama_config(found: Mapping[str, Any], path: Path, *, has_rope: bool = True) -> LMConfig:
-    """Turn the hub's description of such a model into ours.
-
-    Args:
-        found: the contents of its config.json.
-        path: of config.json, for messages.
-        has_rope: see `load_llama`.
+    """Turn the contents of such a model's config.json, at `path`, into our configuration.
 
     Raises:
         UserError: if our LM does not support this model; the message names the key and its value.
@@ -151,7 +145,11 @@ def llama_config(found: Mapping[str, Any], path: Path, *, has_rope: bool = True)
 
 
 def _rope(described: Described) -> tuple[float, RopeScaling | None]:
-    """Return RoPE's base and scaling: of `rope_parameters` in transformers 5, two keys before."""
+    """Return RoPE's base and scaling.
+
+    transformers 5 stores both in `rope_parameters`, earlier versions in `rope_theta` and
+    `rope_scaling`.
+    """
     found, path = described
     part = found.get("partial_rotary_factor")
     if part not in (1.0, None):

@@ -25,26 +25,26 @@ from mezzo_core.ops.checks import check_size, is_read
 from mezzo_core.ops.linear_cross_entropy import NO_TARGET, cross_entropy, linear_cross_entropy
 
 _LARGEST = 2**31 - 1
-"""Of a width or a vocabulary: the product of two still is a number of weights to torch."""
+"""The largest width or vocabulary: torch can still count the weights of their product."""
 
 
 @dataclass(frozen=True)
 class LMConfig:
-    """A language model, described.
+    """Describes a language model.
 
-    The layers are given in one of two ways: by their mixers, each in a block with an MLP, or by the
+    The layers are given either by their mixers, each in a block with an MLP, or by the
     configuration of any other stack.
 
     Attributes:
         vocab_size: rows of the embedding.
         d_model: model width C.
-        mixers: one mixer configuration a layer, so the depth is their number. A hybrid is a tuple
-            of several kinds: `(RATConfig(), AttentionConfig(window_size=1024)) * 6`.
+        mixers: one mixer configuration for each layer. A hybrid is a tuple of several kinds:
+            `(RATConfig(), AttentionConfig(window_size=1024)) * 6`.
         mlp: the MLP of every layer; for `mixers`.
         norm_eps: epsilon of the final RMSNorm, and of those around `mixers`.
         tie_embeddings: whether the head shares the embedding's weight.
         init_std: standard deviation of every matrix at the start.
-        stack: what takes the place of `mixers` and `mlp`, such as `BlocksConfig`.
+        stack: replaces `mixers` and `mlp`; for example a `BlocksConfig`.
     """
 
     vocab_size: int
@@ -136,16 +136,16 @@ class LM(nn.Module):
         """Predict the next token at every position.
 
         Args:
-            tokens: (B, T) int64, each in [0, vocab), which is checked on a CPU only; or (B, T, C),
-                what takes the place of their embeddings, here as in all methods.
+            tokens: (B, T) int64, each in [0, vocab), which is checked on a CPU only. All methods
+                also take embeddings (B, T, C) in their place.
             state: where the tokens continue from (`init_state`, or the state of an earlier call);
                 None keeps no state.
             cu_seqlens: (S + 1,) borders of sequences packed in one row; see `AbstractStack`.
             lengths: (B,) int64, real tokens of each row; the rest is padding on the right. Needs a
                 state.
-            last_only: give the logits of each row's last real token alone; those of a row that has
-                none mean nothing. A prefill needs no others, and all of them can be larger than the
-                model.
+            last_only: compute the logits of each row's last real token alone, (B, 1, vocab), as a
+                prefill needs them: all logits can be larger than the model. Those of a row without
+                real tokens are meaningless.
 
         Raises:
             TypeError: if an argument is not a tensor.
@@ -166,8 +166,8 @@ class LM(nn.Module):
     def step(self, tokens: Tensor, state: Any) -> Tensor:
         """Decode one token of every row, overwriting the state in place.
 
-        What `forward` would compute, without a wait for the GPU and without buffers that grow: a
-        CUDA graph can hold it (`mezzo_core.nn.generate.Decoder` does).
+        It computes what `forward` would, but without growing buffers and without waiting for the
+        GPU, so a CUDA graph can hold it (see `mezzo_core.nn.Decoder`).
 
         Args:
             tokens: (B, 1) int64, each in [0, vocab).
@@ -178,15 +178,10 @@ class LM(nn.Module):
             logits (B, 1, vocab) of the next token.
 
         Raises:
-            RuntimeError: if gradients are on: what is overwritten has none.
+            RuntimeError: if gradients are on, since an overwritten state has none.
             TypeError: if an argument is not a tensor.
             ValueError: if an argument has another shape or dtype; the message names it.
         """
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "step overwrites the state, so it has no gradients: "
-                "call it under torch.inference_mode() or torch.no_grad()"
-            )
         x = self._embedded(tokens)
         if x.shape[1] != 1:
             raise ValueError(f"tokens must be (B, 1), got {tuple(tokens.shape)}")
@@ -217,7 +212,7 @@ class LM(nn.Module):
         return self.stack.reset(state, rows)
 
     def rewinding(self, room: int) -> "LM":
-        """Return this model, with these weights, whose states can go back by `room` tokens."""
+        """Return a model with the same weights whose states can go back by `room` tokens."""
         model = LM(self.embed, Rewinding(self.stack, room), self.norm, self.head)
         return model.train(self.training)
 
@@ -247,8 +242,8 @@ class LM(nn.Module):
             tokens: (B, T) int64.
             targets: (B, T) int64, the token that follows each, or -100.
             cu_seqlens: as in `forward`.
-            places: (N,) int64, among the B * T: only the targets there count, and the head reads
-                nothing else. None: all places.
+            places: (N,) int64, indices into the B * T tokens: the head and the loss are computed
+                there only. None: everywhere.
             reduction: "mean" over the targets that count (0 if there are none), or "sum".
         """
         if reduction not in ("mean", "sum"):
@@ -269,21 +264,21 @@ class LM(nn.Module):
         state: Any = None,
         lengths: Tensor | None = None,
     ) -> Score:
-        """Return the summed loss, its targets and the hits, of whole texts or their next segment.
+        """Return the summed loss, the number of targets and the hits, of texts or of segments.
 
-        The sums over the segments of a text, each from the state after the one before, are those of
-        the whole; what a state holds is not detached, so that gradients flow through it.
+        Scores of consecutive segments, each from the state after the one before, sum to that of the
+        whole text. States are not detached, so gradients flow through them.
 
         Args:
             tokens: (B, T) int64.
-            targets: (B, T) int64, what is to be predicted at each token, or -100.
+            targets: (B, T) int64, the token that follows each, or -100.
             cu_seqlens: as in `forward`.
             state: as in `forward`.
-            lengths: as in `forward`; padding has no targets, whatever `targets` says.
+            lengths: as in `forward`; targets in padding do not count.
         """
         return self._score(tokens, targets, cu_seqlens, state, lengths)
 
-    # `loss` and `score` are entries of their own under FSDP, so that none may call the other.
+    # Under FSDP `loss` and `score` both gather weights (`entry`), so neither may call the other.
     def _score(
         self,
         tokens: Tensor,
@@ -314,7 +309,7 @@ class LM(nn.Module):
         x = self.norm(x)
         if is_plain(self.head) and self.head.bias is None:
             loss, hits = linear_cross_entropy(x, self.head.weight, targets)
-        else:  # an adapter around the head, say: its logits are what counts
+        else:  # such as an adapter around the head: the head itself computes the logits
             loss, hits = cross_entropy(self.head(x), targets)
         return Score(loss, (targets != NO_TARGET).sum(), hits, state)
 
@@ -351,7 +346,7 @@ class LM(nn.Module):
         """Count the parameters, shared ones once.
 
         Args:
-            embeddings: whether the matrices with a row a token (embedding and head) count.
+            embeddings: whether to count the embedding and the head.
         """
         left_out = () if embeddings else (self.embed, self.head)
         skip = {id(weight) for part in left_out for weight in part.parameters()}
@@ -372,7 +367,7 @@ class LM(nn.Module):
 
 
 def _owner(part: nn.Module) -> Any:
-    """Return the module that has the weight of an embedding or a head, which may be wrapped."""
+    """Return the module that holds the weight of an embedding or head, inside any wrapper."""
     return next((each for each in part.modules() if "weight" in each._parameters), None)
 
 

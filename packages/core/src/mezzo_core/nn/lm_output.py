@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class LMOutput(NamedTuple):
-    """What a call of the model gives."""
+    """What a call of the model returns."""
 
     logits: Tensor
     """(B, T, vocab), or (B, 1, vocab) with `last_only`."""
@@ -20,8 +20,8 @@ class Score(NamedTuple):
     loss: Tensor
     """Cross entropy in nats, summed, float32."""
     targets: Tensor
-    """How many there are, int64."""
+    """Their number, int64."""
     hits: Tensor
-    """Which of them are the model's likeliest token, (B, T) bool."""
+    """Where the target is the model's likeliest token, (B, T) bool."""
     state: Any
     """The stack's state after the last real token; None if none was given."""

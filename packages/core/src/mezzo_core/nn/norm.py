@@ -15,8 +15,8 @@ NormKind = Literal["rms", "layer", "none"]
 class RMSNorm(nn.RMSNorm):
     """`nn.RMSNorm` for inputs whose dtype is not that of the weight, such as autocast's outputs.
 
-    PyTorch has fused kernels for one dtype alone: it warns, and launches an operation after the
-    other. So here both are brought to the wider dtype first. The result has the input's, as there.
+    For two dtypes PyTorch has no fused kernel: it warns, and launches one operation after another.
+    So here both are cast to the wider dtype first. The result has the dtype of the input.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -35,10 +35,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 def is_plain_norm(norm: nn.Module, eps: float) -> bool:
-    """Tell whether a module computes only RMSNorm(x), so that a kernel may do it in its place.
-
-    The kernel takes the weight, which there must be, and this eps.
-    """
+    """Tell whether a kernel may replace a module: it is RMSNorm with a weight and this eps only."""
     return (
         isinstance(norm, nn.RMSNorm)
         and type(norm).forward in (RMSNorm.forward, nn.RMSNorm.forward)

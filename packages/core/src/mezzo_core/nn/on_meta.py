@@ -1,4 +1,4 @@
-"""Builds a model whose weights take no memory, as a configuration from a file describes it."""
+"""Builds models on the meta device, where weights take no memory."""
 
 import itertools
 import math
@@ -19,24 +19,24 @@ from mezzo_core.nn.lm import LM, LMConfig
 
 
 def on_meta(config: Any, *sizes: int) -> Any:
-    """Build a model, or a layer of these sizes, whose weights take no memory."""
+    """Call `config.build(*sizes)` on the meta device."""
     with torch.device("meta"):
         return config.build(*sizes)
 
 
 def build_on_meta(config: LMConfig, where: str | Path, *, num_weights: int | None = None) -> LM:
-    """Build a model whose weights take no memory.
+    """Build a model from a file's configuration, on the meta device.
 
     Args:
         config: of the model.
         where: the beginning of an error's message.
-        num_weights: of the saved model. A few bytes of JSON can ask for 10^9 layers, which would
-            take hours: building stops as soon as the model must have more weights than this.
+        num_weights: how many tensors the saved model has. A few bytes of JSON can ask for 10^9
+            layers, which would take hours: building stops once the model has far more parts.
 
     Raises:
         UserError: if its parts do not fit together, are too large or are too many.
     """
-    most = math.inf if num_weights is None else 100 + 10 * num_weights  # ours have 2.5 a weight
+    most = math.inf if num_weights is None else 100 + 10 * num_weights  # usual: 2.5 parts a weight
     parts, thread = itertools.count(1), get_ident()
 
     def count(*_: object) -> None:  # called for every module and parameter of the process

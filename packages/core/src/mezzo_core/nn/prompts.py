@@ -1,4 +1,4 @@
-"""Prompts: padded, and read by a model."""
+"""Prefill: pads prompts, and runs a model over them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -12,8 +12,8 @@ from mezzo_core.nn.graphs import Graphs
 from mezzo_core.nn.lm import LM
 
 Read = Callable[[Tensor, Any, Tensor | None], tuple[Tensor, Any]]
-"""Reads tokens (B, T) from a state, of each row so many (B,) or all; returns the last logits
-(B, 1, vocab) and the state after them."""
+"""Takes tokens (B, T), a state, and the real tokens of each row (B,) or None for all. Returns the
+last logits (B, 1, vocab) and the state after the tokens."""
 
 
 def read_prompts(
@@ -29,8 +29,8 @@ def read_prompts(
         model: in evaluation mode.
         prompts: their tokens.
         size: None runs all at once.
-        state: after what comes before the prompts, of one row for all of them, or of one for each.
-        read: reads each segment; None: the model.
+        state: before the prompts: one row for all of them, or one for each.
+        read: runs each segment; None runs it through the model.
     """
     read = read or partial(_read, model)
     tokens, lengths = _pad(prompts, next(model.parameters()).device)
@@ -57,9 +57,9 @@ def _read(model: LM, tokens: Tensor, state: Any, lengths: Tensor | None) -> tupl
 
 
 class SegmentGraph:
-    """Reads segments as a model does whose states keep their size: on a GPU in one CUDA graph.
+    """Prefills a model whose states have a fixed size; on a GPU, by one CUDA graph.
 
-    Each segment is padded to the same shape, so that there is one graph for prompts of any length.
+    Each segment is padded to the same shape, so one graph serves prompts of any length.
     """
 
     def __init__(self, model: LM, num_rows: int, size: int) -> None:
@@ -75,7 +75,7 @@ class SegmentGraph:
     ) -> tuple[Tensor, Any]:
         """Do what `read_prompts` does, for at most B prompts.
 
-        The state has B rows, the first of which are those of the prompts; the next call overwrites
+        The state has B rows: first those of the prompts, then unused ones. The next call overwrites
         it.
         """
         rows, size = self.tokens.shape

@@ -1,7 +1,4 @@
-"""Published checkpoints: a folder with config.json and weights, as the Hugging Face hub has them.
-
-Nothing pickled is read.
-"""
+"""Reads checkpoints in the Hugging Face hub's format; pickled weights are never read."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import reduce
@@ -28,7 +25,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 Read = Callable[[Path], tuple[LMConfig, dict[str, Tensor]]]
-"""Makes a model's configuration and `state_dict` of a folder; see `mezzo_core.nn.llama`."""
+"""Reads a folder into a model's configuration and `state_dict`; see `mezzo_core.nn.llama`."""
 
 
 class Layout(NamedTuple):
@@ -36,8 +33,8 @@ class Layout(NamedTuple):
 
     Attributes:
         kinds: its values of "model_type" in config.json.
-        read: from a folder to a model of ours.
-        write: the way back, to the contents of config.json and the weights by their names there.
+        read: reads a folder of that library into a model of ours.
+        write: returns the library's config.json, and the weights by its names.
     """
 
     kinds: Sequence[str]
@@ -57,7 +54,7 @@ class Described(NamedTuple):
         return cls(read_json(folder / CONFIG), folder / CONFIG)
 
     def kind(self, known: Collection[str]) -> str:
-        """Return the architecture, one of `known`; only language models are read."""
+        """Return "model_type", one of `known`; refuse what is no causal language model."""
         kind = self.values.get("model_type")
         if not isinstance(kind, str) or kind not in known:
             hint = ": make it a run first, by import" if kind == "mezzo" else ""
@@ -122,12 +119,12 @@ class Described(NamedTuple):
 
 
 def read_weights(folder: Path, names: Iterable[str], unused: Collection[str]) -> dict[str, Tensor]:
-    """Read weights by the hub's names; matrices and biases of several dtypes all get the widest.
+    """Read weights by the hub's names; cast all matrices and biases to their widest dtype.
 
     Args:
         folder: with model.safetensors, or several files beside model.safetensors.index.json.
-        names: which must be there.
-        unused: which may be there besides.
+        names: the weights that must be there.
+        unused: names of weights that may be there too.
 
     Raises:
         UserError: if a file is missing or damaged, a weight is missing or unknown, or its dtype is
@@ -136,8 +133,8 @@ def read_weights(folder: Path, names: Iterable[str], unused: Collection[str]) ->
     names = list(names)
     files = _files(folder)
     missing = [name for name in names if name not in files]
-    # Old checkpoints also store RoPE's frequencies.
     known = {*names, *unused}
+    # Old checkpoints also store RoPE's frequencies.
     unknown = [
         name for name in files if name not in known and not name.endswith(".rotary_emb.inv_freq")
     ]
@@ -167,16 +164,10 @@ def read_weights(folder: Path, names: Iterable[str], unused: Collection[str]) ->
 def check_shapes(
     folder: Path, config: LMConfig, weights: Mapping[str, Tensor], names: Mapping[str, str]
 ) -> None:
-    """Check that weights are those of a model.
-
-    Args:
-        folder: where they are from.
-        config: of the model.
-        weights: by our names.
-        names: the hub's name of each of ours.
+    """Check that weights, by our names, have the shapes of a model.
 
     Raises:
-        UserError: if one is of another shape; the message has the hub's name.
+        UserError: if one has another shape. The message has its name on the hub, from `names`.
     """
     expected = build_on_meta(config, folder / CONFIG).state_dict()
     for ours, weight in weights.items():

@@ -1,8 +1,8 @@
-"""States that go back: the last tokens are taken back as if they had never come.
+"""States that go back: `rollback` undoes the last tokens, as if they had never come.
 
-What a token overwrites is gone, and a recurrent memory is overwritten by each token. So beside a
-state lies an older one, and the inputs since: the state now is that one after these inputs, and the
-state n tokens ago is that one after all but the last n of them.
+Each token overwrites a recurrent state, and what is overwritten is gone. So a `Rewinding` also
+keeps an older state and the module's inputs since then. To go back by n tokens, it runs the module
+from the older state over all but the last n of these inputs.
 """
 
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ Parts = TypeVar("Parts")
 class Kept(NamedTuple):
     """State of a `Rewinding`.
 
-    Where only counters of tokens are overwritten, `before` and `inputs` are empty.
+    If tokens overwrite only counters, `before` and `inputs` are empty.
 
     Attributes:
         state: the module's state now.
-        before: those tensors of an older state that later tokens overwrite.
-        inputs: (B, 2 R, C), the module's inputs since; of each row `age` are real.
+        before: the tensors of an older state that tokens overwrite.
+        inputs: (B, 2 R, C), the module's inputs since the older state; the first `age` are real.
         age: (B,) int64, the tokens of each row since the older state.
-        most: (B,) int64 in the host's memory, at least `age`, so that nobody waits for a GPU.
+        most: (B,) int64 on the host, an upper bound of `age`, read without waiting for the GPU.
     """
 
     state: Any
@@ -43,23 +43,19 @@ class Kept(NamedTuple):
 class Rewinding(AbstractStack):
     """A mixer, block or stack whose states can go back by up to R tokens (`rollback`).
 
-    It computes what the module computes, and holds no weights of its own. The state is the module's
-    with what its tokens overwrite once more, and the last 2 R inputs at most. After every R tokens
-    the module runs these again. Keys and values that only grow are not copied.
+    It computes what the module computes, and adds no weights. Its state holds the module's state, a
+    second copy of the tensors that tokens overwrite, and at most 2 R inputs. Every R tokens the
+    module runs again over R inputs, to advance the older state. Keys and values that only grow are
+    not copied.
 
-    A forward over more than R tokens runs about twice; so let the module itself read a long prompt,
+    A forward over more than R tokens runs about twice. So let the module itself read a long prompt,
     and go on from its state.
     """
 
     state_type = Kept
 
     def __init__(self, module: AbstractSequenceModule, room: int) -> None:
-        """Wrap a module.
-
-        Args:
-            module: follows the contract.
-            room: R, at least 1.
-        """
+        """Wrap a module; room is R, at least 1."""
         super().__init__()
         check_size("Rewinding", "room", room)
         self.d_model = module.d_model
@@ -69,11 +65,11 @@ class Rewinding(AbstractStack):
         self._only_counts = only_counts(module.init_state(1), self._overwritten)
 
     def extra_repr(self) -> str:
-        """Return the room, on which the states depend."""
+        """Return the room: `save_state` compares it, because the states depend on it."""
         return f"room={self.room}"
 
     def begin(self, state: Any) -> Kept:
-        """Return a state that can go back to this one of the module, and no further.
+        """Start from a state of the module; `rollback` can go back to it, but no further.
 
         Raises:
             TypeError: if the state is of another kind of module.
@@ -88,17 +84,15 @@ class Rewinding(AbstractStack):
         return Kept(state, before, inputs, age, torch.zeros_like(age, device="cpu"))
 
     def rollback(self, state: Kept, n: int | Tensor) -> Kept:
-        """Return the state without the last n tokens of each row.
+        """Return the state before the last n tokens of each row, up to rounding.
 
-        What it computes next is what comes after the tokens that are left, up to rounding; rows of
-        n = 0 are as they were. It goes on in the buffers of `state`, which is used up: of the two
-        only one may `step`.
+        Rows with n = 0 do not change. The result shares buffers with `state`: do not `step` both.
 
         Args:
             state: of this module, by `forward` or `reserve`.
-            n: from 0 to R, for all rows or (B,) int64 for each. A row can go back to where it
-                began, and to R tokens before the furthest place where it was. Values on a GPU are
-                not checked.
+            n: from 0 to R, for all rows or (B,) int64 for each. A row cannot go back beyond its
+                `begin`, nor more than R tokens behind the furthest point that it reached. Values on
+                a GPU are not checked.
 
         Raises:
             TypeError: if the state is of another kind of module, or n is no integer.
@@ -132,7 +126,7 @@ class Rewinding(AbstractStack):
     ) -> tuple[Tensor, Kept | None]:
         """Run the module; arguments and results as `AbstractStack.forward` says.
 
-        The state may be one of the module, which the result can go back to, and no further.
+        A state of the module itself is taken as by `begin`.
         """
         if state is None:
             return self.module(x, None, cu_seqlens=cu_seqlens, lengths=lengths)
@@ -164,7 +158,7 @@ class Rewinding(AbstractStack):
         return y
 
     def check_step(self, x: Tensor, state: Kept) -> None:
-        """Check the arguments of the module's `step`, and that there is a place for the input."""
+        """Check the arguments of the module's `step`, and that there is room for the input."""
         self.check_kind(state)
         self.module.check_step(x, state.state)
         full = not self._only_counts and is_read(state.age)
@@ -172,7 +166,7 @@ class Rewinding(AbstractStack):
             raise ValueError("state has no place for another input: call before_step first")
 
     def before_step(self, state: Kept, run: Run = run_eagerly) -> None:
-        """Make the older state newer, after every R steps; do what the module does."""
+        """Call the module's `before_step`; every R steps, advance the older state."""
         self.check_kind(state)
         self.module.before_step(state.state, run)
         if self._only_counts:
@@ -181,8 +175,8 @@ class Rewinding(AbstractStack):
             with torch.no_grad():
                 new = self._renewed(state, state.inputs[:, :0], torch.zeros_like(state.age))
             for old, tensor in zip(state.before, new.before, strict=True):
-                # Not by a copy: a window may have grown. A step does not read it. Under autocast
-                # its dtype may be another.
+                # Replace the tensor, as its shape changes where a window has grown; no step reads
+                # it, so a CUDA graph does not mind. Under autocast its dtype may differ too.
                 tensor = tensor.to(old.dtype)
                 place = tensor.untyped_storage(), tensor.storage_offset()
                 old.set_(*place, tensor.shape, tensor.stride())
@@ -196,7 +190,7 @@ class Rewinding(AbstractStack):
         return Kept(self.module.reserve(state.state, num_tokens), *tree_map(torch.clone, state[1:]))
 
     def select(self, state: Any, rows: Rows) -> Kept:
-        """Do what `AbstractSequenceModule.select` says; the state may be one of the module."""
+        """As `AbstractSequenceModule.select`; a state of the module is taken as by `begin`."""
         return super().select(state if isinstance(state, Kept) else self.begin(state), rows)
 
     def copy_rows(self, state: Kept, rows: Tensor | None) -> Kept:
@@ -215,11 +209,11 @@ class Rewinding(AbstractStack):
         return self.begin(self.module.init_state(batch))
 
     def overwritten(self) -> tuple[bool, ...]:
-        """Tell that all are: what is kept beside the state changes with it."""
+        """Tell that every tensor is overwritten."""
         return (True,) * len(tree_leaves(self.init_state(1)))
 
     def state_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of the module's state, and about those of what is kept."""
+        """Return the bytes of the state, where those of the older state are an estimate."""
         kept = sum(x.nbytes for x in tree_leaves(self.init_state(1)[1:]))
         return self.module.state_bytes(num_tokens) + kept
 
@@ -250,15 +244,15 @@ class Rewinding(AbstractStack):
         return tuple(x for x, on in zip(tree_leaves(state), self._overwritten, strict=True) if on)
 
     def _older(self, state: Kept) -> Any:
-        """Return the older state of the module. Where tensors only grow it sees those of now."""
+        """Return the older state of the module; it shares the tensors that only grow."""
         before = iter(state.before)
         now = zip(tree_leaves(state.state), self._overwritten, strict=True)
         return _rebuilt(state.state, [next(before) if on else x for x, on in now])
 
     def _renewed(self, state: Kept, x: Tensor, added: Tensor) -> Kept:
-        """Return what is kept after more inputs (B, T, C), with an older state R tokens ago.
+        """Add inputs (B, T, C), and advance the older state to R tokens before the last input.
 
-        In rows with fewer tokens since the older state, that stays as it is.
+        Rows with fewer than R tokens since the older state keep it.
         """
         size, T = state.inputs.shape[1], x.shape[1]
         j = torch.arange(size + T, device=x.device)
@@ -319,9 +313,9 @@ def _gather(x: Tensor, index: Tensor) -> Tensor:
 
 
 def _where_none(amount: Tensor, now: Tensor, then: Tensor) -> Tensor:
-    """Take rows of `now` where nothing goes back; a window that is full by now is another.
+    """Take rows of `now` where nothing goes back (amount is 0), and of `then` elsewhere.
 
-    One that is not full lacks in `then` the room that `now` has for more tokens.
+    The shapes differ if a window has grown: `then` gets the shape of `now`, unless it is larger.
     """
     then = then.to(now.dtype)
     if now.shape != then.shape:

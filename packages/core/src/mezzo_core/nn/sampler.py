@@ -13,9 +13,9 @@ NO_TOKEN = -1
 _COLDEST = torch.finfo(torch.float32).tiny
 
 Generators = torch.Generator | Sequence[torch.Generator] | None
-"""What random numbers come from: one generator, one for each row, or torch's global one."""
+"""Sources of random numbers: one generator, one for each row, or None for torch's global one."""
 Noise = Generators | Tensor
-"""What a token is sampled by: generators, or what they drew (`draw_`), float32 (B, vocab)."""
+"""What samples a token: generators, or numbers already drawn (`draw_`), float32 (B, vocab)."""
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Sampler:
 
 
 class LogitRules:
-    """Changes logits before a token is chosen from them, by what the caller wants.
+    """Applies a repetition penalty and a bias to logits, before a token is chosen.
 
-    Of the tokens that a row has, positive logits are divided by the penalty and negative ones
+    For tokens that a row already has, positive logits are divided by the penalty and negative ones
     multiplied (Keskar et al., "CTRL", 2019). Then the bias of single tokens is added.
     """
 
@@ -85,25 +85,25 @@ class LogitRules:
             self.bias = values.to(device)
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Change logits (B, vocab), or of several tokens (B, T, vocab) if there is no penalty."""
+        """Change logits (B, vocab); without a penalty also (B, T, vocab)."""
         if self.seen is not None:
             less = torch.where(logits > 0, logits / self.penalty, logits * self.penalty)
             logits = torch.where(self.seen, less, logits)
         return logits if self.bias is None else logits + self.bias
 
     def note_(self, tokens: Tensor) -> None:
-        """Note that each row has a token (B,) more."""
+        """Count one more token (B,) of each row as seen."""
         if self.seen is not None:
             self.seen.scatter_(1, tokens.clamp(min=0)[:, None], True)
 
     def put_rows_(self, rows: Sequence[int], other: "LogitRules") -> None:
-        """Put the rows of other rules of the same kind in the place of some of these."""
+        """Replace some rows by those of `other`, which has the same penalty and bias."""
         if self.seen is not None and other.seen is not None:
             self.seen[rows] = other.seen
 
 
 def row_generators(seed: int | Sequence[int] | None, device: torch.device) -> Generators:
-    """Return a generator of the seed, or one for each row."""
+    """Return a generator for the seed, or one for each row's seed."""
     if seed is None:
         return None
     if isinstance(seed, Sequence):
@@ -112,7 +112,7 @@ def row_generators(seed: int | Sequence[int] | None, device: torch.device) -> Ge
 
 
 def draw_(waits: Tensor, generator: Generators) -> Tensor:
-    """Draw what a token is sampled by, float32 (B, vocab), into this tensor; return it."""
+    """Fill `waits`, float32 (B, vocab), with exponential variables for `_sample`; return it."""
     if isinstance(generator, Sequence):
         for row, its in zip(waits, generator, strict=True):
             row.exponential_(generator=its)

@@ -1,6 +1,6 @@
-"""Models of whose weights each process holds a part (FSDP2).
+"""Models that FSDP2 has sharded: each process holds a part of the weights.
 
-One process does not import FSDP, which is slow to import.
+A single process never imports FSDP, which takes long.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ Result = TypeVar("Result")
 def entry(
     method: Callable[Concatenate[Any, Arguments], Result],
 ) -> Callable[Concatenate[Any, Arguments], Result]:
-    """Make a method for which FSDP2 gathers a model's weights, as it does for `forward`.
+    """Decorate a method so that FSDP2 gathers the weights for it, as for `forward`.
 
-    Of a model that is not sharded it is a method like others.
+    On a model that is not sharded it is an ordinary method.
     """
 
     @wraps(method)
@@ -38,14 +38,14 @@ def _registered(model: Any, method: Callable[..., Result]) -> Callable[..., Resu
     from torch.distributed.fsdp import register_fsdp_forward_method
 
     name = method.__name__
-    vars(model)[name] = MethodType(method, model)  # what is registered, and replaced
+    vars(model)[name] = MethodType(method, model)  # FSDP2 replaces it by its own
     register_fsdp_forward_method(model, name)
     registered: Callable[..., Result] = vars(model).pop(name)
     return registered
 
 
 def has_parts(model: nn.Module) -> bool:
-    """Tell whether the processes each hold a part of the model: whether FSDP2 has sharded it."""
+    """Tell whether FSDP2 has sharded the model."""
     if not dist.is_initialized():
         return False
     from torch.distributed.fsdp import FSDPModule
@@ -54,10 +54,10 @@ def has_parts(model: nn.Module) -> bool:
 
 
 def whole_weights(model: nn.Module) -> dict[str, Any]:
-    """Gather the `state_dict` of a sharded model, on the CPU; every process must call this.
+    """Gather the `state_dict` of a sharded model on the CPU; every process must call this.
 
     Returns:
-        It, whole, in the first process; nothing in the others.
+        The whole `state_dict` in the first process, an empty dict in the others.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -75,11 +75,7 @@ def lacks_weights(model: nn.Module) -> bool:
 
 
 def check_whole(model: nn.Module) -> None:
-    """Check that this process holds all weights, as decoding and saving need them.
-
-    Raises:
-        ValueError: if it holds a part of them.
-    """
+    """Raise a ValueError if this process holds only a part of the weights."""
     if lacks_weights(model):
         raise ValueError(
             "the model is sharded (FSDP2), and this needs it whole: the first process may give "

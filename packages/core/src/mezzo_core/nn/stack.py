@@ -92,7 +92,7 @@ class Stack(AbstractStack):
         return x
 
     def check_step(self, x: Tensor, state: tuple[Any, ...]) -> None:
-        """Check the arguments of every block's `step`, so that none moves where another cannot."""
+        """Check the arguments of every block's `step`, before any block changes its state."""
         for block, its_state in self._pairs(state):
             block.check_step(x, its_state)
 

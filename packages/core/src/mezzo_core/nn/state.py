@@ -1,6 +1,6 @@
-"""States as trees of tensors whose first axis is the batch: what every module does with them.
+"""Functions on states: trees of tensors whose first axis is the batch.
 
-The methods of `AbstractSequenceModule` say what each is for.
+`AbstractSequenceModule` uses them, and says there what each is for.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,8 @@ class Leaf(NamedTuple):
     """Describes a tensor of a state before the first token.
 
     Attributes:
-        sizes: its shape without the batch axis. An axis of 0 is that of tokens, along which the
-            tensor grows.
-        dtype: its dtype.
-        device: where it is.
+        sizes: its shape without the batch axis. An axis of size 0 is the token axis of a tensor
+            that grows.
     """
 
     sizes: tuple[int, ...]
@@ -38,23 +36,21 @@ class Leaf(NamedTuple):
 
 
 def grows(first: Any) -> bool:
-    """Tell whether tensors grow with the tokens, of a state `init_state(1)` of a module."""
+    """Tell from `init_state(1)` of a module whether its states grow with the tokens."""
     return any(0 in x.shape for x in tree_leaves(first))
 
 
 def only_counts(first: Any, overwritten: Sequence[bool]) -> bool:
-    """Tell whether all that tokens overwrite in a state counts them, so that it can be taken back.
+    """Tell whether tokens overwrite nothing but counters, so that a state can simply be set back.
 
-    Args:
-        first: a state `init_state(1)` of a module.
-        overwritten: as the module's `overwritten` tells of each tensor.
+    `first` is `init_state(1)` of a module, and `overwritten` what its `overwritten()` returns.
     """
     changing = [x for x, on in zip(tree_leaves(first), overwritten, strict=True) if on]
     return all(x.dtype == torch.int64 and x.ndim == 1 for x in changing)
 
 
 def with_fewer(state: Any, overwritten: Sequence[bool], amount: Tensor) -> Any:
-    """Return a state of which `only_counts` is true with so many (B,) tokens fewer in each row."""
+    """Set a state for which `only_counts` holds back by `amount` (B,) tokens in each row."""
     leaves, tree = tree_flatten(state)
     parts = zip(leaves, overwritten, strict=True)
     return tree_unflatten([x - amount.to(x.device) if on else x for x, on in parts], tree)
@@ -73,7 +69,7 @@ def select_rows(state: Any, rows: Tensor) -> Any:
 
 
 def reset_rows(state: Any, rows: Tensor, first: Any) -> Any:
-    """Return a copy with some rows of `first`, the state `init_state(1)`; zeros where it grows."""
+    """Copy a state, with some rows reset to `first` (`init_state(1)`), or to 0 where it grows."""
 
     def restarted(x: Tensor, start: Tensor) -> Tensor:
         there = rows.to(x.device)
@@ -89,13 +85,13 @@ def put_rows_(state: Any, rows: Sequence[int], new: Any, overwritten: Sequence[b
 
     Args:
         state: with room for as many tokens in all as `new`.
-        rows: where each row of `new` goes; further rows of it go nowhere.
+        rows: row i of `new` goes to row `rows[i]`; further rows of `new` are dropped.
         new: a state of the same module, from `reserve`.
-        overwritten: as the module's `overwritten` tells of each tensor. The others may have a few
-            slots more or fewer, beyond all tokens.
+        overwritten: what the module's `overwritten()` returns. Tensors that only grow may differ in
+            their number of slots, beyond all tokens.
 
     Raises:
-        ValueError: if a tensor of a row that is overwritten has another shape.
+        ValueError: if an overwritten tensor has other row shapes in the two states.
     """
     parts = list(zip(tree_leaves(state), tree_leaves(new), overwritten, strict=True))
     if any(on and old.shape[1:] != x.shape[1:] for old, x, on in parts):
@@ -150,7 +146,7 @@ def check_like(module: str, where: str, value: Any, wanted: Any, batch: int) -> 
         module: the name of its module's class.
         where: the part, as messages call it.
         value: the part.
-        wanted: the same part of the state `init_state(1)`, with a `Leaf` for each tensor.
+        wanted: the same part of `init_state(1)`, with a `Leaf` for each tensor.
         batch: rows of the batch.
 
     Raises:

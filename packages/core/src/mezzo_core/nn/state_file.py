@@ -1,4 +1,4 @@
-"""States in files: safetensors, with a description of the model that alone can go on from them."""
+"""States in safetensors files, with a fingerprint of the model that can go on from them."""
 
 import hashlib
 import json
@@ -15,12 +15,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from mezzo_core.errors import UserError
 from mezzo_core.files import parse_json
 from mezzo_core.libraries import first_line, import_library
+from mezzo_core.nn.checkpoint import safetensor_error
 from mezzo_core.nn.contract import AbstractSequenceModule
 from mezzo_core.nn.lm import LM
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _PART = 2**22
-"""Integers of a weight that are summed at a time."""
+"""How many integers of a weight are summed at a time."""
 
 
 def save_state(
@@ -30,14 +31,14 @@ def save_state(
     *,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a state to one file, in place of one that was there.
+    """Write a state to one file, replacing a file that is there.
 
-    It is written beside `path` and renamed, so that the file is whole whenever it is read. Room
-    behind the tokens is saved too, with whatever it holds.
+    It is written beside `path` and renamed, so a reader always finds a complete file. Reserved room
+    is saved too, with its arbitrary content.
 
     Args:
         model: the model, or a mixer, block or stack, whose state it is.
-        state: to be saved, from `forward` or from `reserve`.
+        state: from `forward` or from `reserve`.
         path: the file.
         extra: JSON values to keep with it, such as the tokens that the state has read.
 
@@ -62,19 +63,19 @@ def save_state(
             scratch.replace(path)
         finally:
             scratch.unlink(missing_ok=True)
-    except (OSError, _safetensor_error()) as error:
+    except (OSError, safetensor_error()) as error:
         raise UserError(f"cannot save the state in {path}: {first_line(error)}") from error
 
 
 def load_state(model: LM | AbstractSequenceModule, path: str | Path) -> tuple[Any, dict[str, Any]]:
-    """Read a state that `save_state` wrote, to where this model keeps its states.
+    """Read a state that `save_state` wrote, onto this model's device.
 
     Args:
-        model: the model that the state is of, on any device: the same parts with the same weights.
+        model: the same modules with the same weights as when the state was saved, on any device.
         path: the file.
 
     Returns:
-        The state, from which the model goes on as from the one that was saved, and the `extra`.
+        The state, and the `extra` that was saved with it.
 
     Raises:
         UserError: if the file is missing, damaged, or of another model.
@@ -92,13 +93,13 @@ def load_state(model: LM | AbstractSequenceModule, path: str | Path) -> tuple[An
     leaves = [tensors[str(i)].to(leaf.device) for i, leaf in enumerate(first)]
     state = tree_unflatten(leaves, tree)
     module.check_reserve(state, 0)
-    with torch.no_grad():  # a module may keep its states where only it can make them
+    with torch.no_grad():  # a module may keep its states in memory of its own, such as files
         state = module.copy_rows(state, torch.arange(len(leaves[0]), device=leaves[0].device))
     return state, parse_json(description["extra"])
 
 
 def _apart(leaves: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return tensors by their places, none of which is another: safetensors refuses such."""
+    """Name tensors by their index, and copy those that share memory: safetensors refuses these."""
     tensors: dict[str, Tensor] = {}
     known: set[int] = set()
     for i, leaf in enumerate(leaves):
@@ -109,7 +110,6 @@ def _apart(leaves: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Read a file's description and its tensors."""
     library = import_library("safetensors", "train")
     if not path.is_file():
         raise UserError(f"no state in {path}: there is no such file")
@@ -117,7 +117,7 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
         with library.safe_open(path, framework="pt") as file:
             description = dict(file.metadata() or {})
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, ValueError, _safetensor_error()) as error:
+    except (OSError, ValueError, library.SafetensorError) as error:
         raise UserError(f"{path} cannot be read: {first_line(error)}") from error
     if description.keys() != {"modules", "weights", "extra", "crc32"}:
         raise UserError(f"{path} holds no state: save_state did not write it")
@@ -129,9 +129,9 @@ def _sequence_module(model: LM | AbstractSequenceModule) -> AbstractSequenceModu
 
 
 def _describe(model: nn.Module) -> dict[str, str]:
-    """Describe what a state depends on: the modules with their configurations, and the weights.
+    """Describe what a state depends on: the modules, their configurations and the weights.
 
-    Two models with one description give the same outputs. The device does not matter.
+    Models with equal descriptions give the same outputs, whatever their device.
     """
     parts = [str(model)]
     for name, part in model.named_modules():
@@ -146,7 +146,7 @@ def _describe(model: nn.Module) -> dict[str, str]:
 def _fingerprint(integers: Tensor) -> int:
     """Return a number that depends on the integers and on their order.
 
-    Sums and products of integers are exact modulo 2^64, so that it is the same on every device.
+    Sums and products of integers are exact modulo 2^64, so it is the same on every device.
     """
     total, factor = 0, 0x9E3779B97F4A7C15  # odd, so that no product of it loses a bit
     for part in integers.split(_PART):
@@ -166,7 +166,3 @@ def _checksum(description: Mapping[str, str], tensors: Mapping[str, Tensor]) -> 
         checksum = zlib.crc32(f"{name} {x.dtype} {tuple(x.shape)}".encode(), checksum)
         checksum = zlib.crc32(x.cpu().flatten().view(torch.uint8).numpy().data, checksum)
     return checksum
-
-
-def _safetensor_error() -> type[Exception]:
-    return import_library("safetensors", "train").SafetensorError

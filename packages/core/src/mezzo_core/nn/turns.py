@@ -1,8 +1,8 @@
-"""Continuous batching: prompts that have ended give their rows of the batch to the next ones.
+"""Continuous batching: when a prompt's continuation ends, the next prompt takes its row.
 
-To read a few prompts takes about as long as to read one, in which the others wait. So the next
-prompts are read together, when a quarter of the rows is free or none has to wait after them. On a
-GPU, if states keep their size, a quarter is read at a time, by one CUDA graph.
+Decoding stops while prompts are read, and reading a few takes about as long as reading one. So the
+next prompts are read together, once a quarter of the rows is free or there is a row for each prompt
+left. On a GPU, if states have a fixed size, one CUDA graph reads a quarter of the rows at a time.
 """
 
 from collections import deque
@@ -21,28 +21,23 @@ from mezzo_core.nn.sampler import LogitRules, Sampler, row_generators
 from mezzo_core.nn.state import grows, put_rows_
 
 _TOKENS_AT_ONCE = 1024
-"""What a reading of several prompts holds, padding included, if nothing else is asked for."""
+"""Tokens of all prompts that are read at a time, padding included, without `prefill_tokens`."""
 
 
 @dataclass
 class Turns:
     """Continues many prompts in a batch of few rows.
 
-    The batch's buffers stay where they are when a row gets another prompt, and so does the CUDA
-    graph that decodes in them.
+    When a row gets another prompt, the batch's buffers stay in place, so the same CUDA graph goes
+    on decoding in them.
 
     Attributes:
         model: in evaluation mode.
         prompts: tokens of each.
         ends: of each prompt.
         num_rows: of the batch, at most the number of prompts.
-        max_new_tokens: the most that each prompt gets.
-        sampler: samples the next tokens.
-        seed: of all prompts together, one for each, or None.
-        penalty: of repetitions.
-        bias: of single tokens.
-        prefill_tokens: how many tokens of prompts run at a time; None for all.
-        before: the state after what comes before all prompts, of one row; None if nothing does.
+        max_new_tokens: as the fields after it, see `generate`.
+        before: the state before all prompts, of one row; None if they begin the sequence.
     """
 
     model: LM
@@ -63,8 +58,8 @@ class Turns:
         self.room = max(map(len, self.prompts)) + self.max_new_tokens
         self.overwritten = self.model.stack.overwritten()
         self.waiting = deque(range(len(self.prompts)))
-        self.here: list[int | None] = [None] * self.num_rows  # which prompt each row has
-        self.left = [0] * self.num_rows  # the steps for which each row has room
+        self.here: list[int | None] = [None] * self.num_rows  # the prompt of each row
+        self.left = [0] * self.num_rows  # the steps that each row still has room for
         first = self.seed[: self.num_rows] if isinstance(self.seed, Sequence) else self.seed
         self.generators = row_generators(first, self.device)
         start = self.before if self.before is not None else self.model.init_state(1)
@@ -91,7 +86,7 @@ class Turns:
             yield self._take(decoder.step().tolist(), range(self.num_rows))
 
     def _is_time(self) -> bool:
-        """Tell whether the next prompts are read now."""
+        """Tell whether to read the next prompts now."""
         free = self.here.count(None)
         return bool(self.waiting) and free >= min(len(self.waiting), self.quarter)
 
@@ -123,7 +118,7 @@ class Turns:
         return LogitRules(prompts, self.penalty, self.bias, vocab, self.device)
 
     def _refill(self, decoder: Decoder) -> list[int | None]:
-        """Let prompts that wait take the rows that are free; return their first tokens."""
+        """Read waiting prompts into free rows; return their first tokens."""
         free = [row for row, prompt in enumerate(self.here) if prompt is None]
         most = self.num_rows if self.in_graph is None else self.quarter
         free = free[: min(len(self.waiting), most)]
@@ -135,7 +130,7 @@ class Turns:
         return self._take(decoder.tokens.tolist(), free)
 
     def _rest(self, decoder: Decoder) -> None:
-        """Let rows that have no room for the next step begin again; nobody needs them now."""
+        """Reset unused rows that have run out of room, since every row takes part in a step."""
         full = [row for row, left in enumerate(self.left) if left == 0]
         if full:
             state = self.model.select(self.start, [0] * len(full))
@@ -143,7 +138,7 @@ class Turns:
         self.left = [left - 1 if left else self.room - 1 for left in self.left]
 
     def _take(self, tokens: Sequence[int], rows: Sequence[int]) -> list[int | None]:
-        """Take the newest token of each row, of these rows; return the step of all prompts."""
+        """Take the newest tokens of these rows; return the step's token of each prompt, or None."""
         step: list[int | None] = [None] * len(self.prompts)
         for row in rows:
             prompt = self.here[row]
