@@ -56,7 +56,7 @@ _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 class _Commands(TyperGroup):
-    """Says where a training stands that a signal has ended, in whatever command."""
+    """Reports where a training stands when a signal has stopped it, in any command."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -64,7 +64,7 @@ class _Commands(TyperGroup):
         except StoppedError as stop:
             from mezzo_core.train.distributed import launched_place
 
-            if launched_place().rank == 0:  # of torchrun's processes one speaks
+            if launched_place().rank == 0:  # one of torchrun's processes
                 complain(str(stop))
             raise typer.Exit(stop.exit_code) from None
 
@@ -135,7 +135,7 @@ def _fail(message: str) -> NoReturn:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Tell whether the memory is full. For a CPU torch has no error class, so look at the words."""
+    """Tell whether the memory is full; for a CPU torch has no error class, only words."""
     import torch
 
     words = ("DefaultCPUAllocator", "Storage size calculation overflowed")
@@ -216,7 +216,7 @@ def _add_eval(app: typer.Typer) -> None:
         device: Device = None,
         allow_package: AllowPackage = None,
     ) -> None:
-        """Measure perplexity and accuracy on held-out text, or what `--tasks` or a file ask.
+        """Measure perplexity and accuracy on held-out text, or the score of tasks.
 
         The text is the validation part of `--data`, or the answers in that of `--sft`.
         """

@@ -21,8 +21,8 @@ from typing import Any, Literal
 from mezzo_core.errors import UserError, nearest
 
 MARKER = "mezzo.package"
-"""The empty file beside its `__init__.py` by which a package named mezzo_... says that any file may
-name its classes. The name alone says nothing, because anybody can publish such a package."""
+"""A package named mezzo_... has this empty file beside its `__init__.py` to say that any JSON file
+may name its classes. The name alone is not enough, because anybody can publish such a package."""
 _SCALARS = (bool, int, float, str, type(None))
 _INFINITIES = {math.inf: "inf", -math.inf: "-inf"}
 _TYPE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
@@ -69,11 +69,11 @@ def from_json(data: Any, allow_packages: Sequence[str] = ()) -> Any:
 
 
 def with_defaults(data: Any, config: Any) -> Any:
-    """Return what `to_json` wrote before a field was added, with the defaults of later fields.
+    """Add the defaults of later fields to what `to_json` wrote before these fields existed.
 
     Args:
         data: the parsed JSON.
-        config: a configuration of the same structure, whose classes tell the defaults.
+        config: a configuration of the same structure, whose classes have the defaults.
     """
     if isinstance(config, tuple) and isinstance(data, list) and len(data) == len(config):
         return [with_defaults(*pair) for pair in zip(data, config, strict=True)]
@@ -107,10 +107,10 @@ def check_fields(config: Any) -> None:
 
 
 def check_rules(config: Any, rules: Mapping[str, tuple[bool, str]]) -> None:
-    """Check rules of a dataclass's fields: whether each is met, and what is allowed.
+    """Check rules, given by field: whether the rule is met, and words for what is allowed.
 
     Raises:
-        UserError: "FIELD must be ALLOWED, got VALUE", of the first rule that is not met.
+        UserError: "FIELD must be ALLOWED, got VALUE", for the first rule that is not met.
     """
     for name, (is_met, allowed) in rules.items():
         if not is_met:
@@ -118,7 +118,7 @@ def check_rules(config: Any, rules: Mapping[str, tuple[bool, str]]) -> None:
 
 
 def differences(ours: Any, usual: Any, unsaid: Sequence[str] = ()) -> list[str]:
-    """Return in words how two dataclasses of one type differ, but for the fields `unsaid`."""
+    """Say how two dataclasses of one type differ, except in the fields `unsaid`."""
     names = (field.name for field in fields(usual) if field.name not in unsaid)
     pairs = ((name, getattr(ours, name), getattr(usual, name)) for name in names)
     return [f"{name} {found}, not {wanted}" for name, found, wanted in pairs if found != wanted]
@@ -193,9 +193,9 @@ def _find_class(name: str, where: str, allow: tuple[str, ...]) -> type:
 
 
 def _check_ours(package: str, name: str) -> None:
-    """Refuse a package that is no installed one of mezzo, or that lies in the current folder.
+    """Refuse a package that is not mezzo's, not installed, or in the current folder.
 
-    `python -m` and notebooks make Python import from the current folder first. The author of the
+    `python -m` and notebooks make Python import from the current folder first. Whoever wrote the
     file being read may have put a folder with the package's name there.
     """
     allow = f"--allow-package {package} (allow_packages in Python) allows it"
@@ -207,7 +207,7 @@ def _check_ours(package: str, name: str) -> None:
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     places = [folder.parent.resolve() for folder in folders]
     is_here = spec.origin is None or not folders or Path.cwd().resolve() in places
-    if is_here and package not in sys.modules:  # what is imported already would run nothing new
+    if is_here and package not in sys.modules:  # importing a loaded package runs nothing new
         raise UserError(
             f"{name} needs {package}, and the one in the current folder is not imported: change to "
             f"another folder, or {allow}"

@@ -1,4 +1,4 @@
-"""What commands print: each text as it is, in which nothing is markup or moves the cursor."""
+"""Prints what commands say, literally: no text is markup, and none can move the cursor."""
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 
 
 def show(text: str, console: Console | None = None, *, style: str = "") -> None:
-    """Print a text, such as one with a path in it, on the console (None: standard output)."""
+    """Print a text on the console (None: standard output)."""
     (console or Console()).print(Text(printable(text), style), soft_wrap=True)
 
 
 if_read = suppress(OSError, SystemExit)
-"""Who reads along may be gone, such as a terminal; of a closed pipe rich makes an exit."""
+"""For messages whose reader may be gone: a closed terminal is an OSError, and rich exits on a
+closed pipe."""
 
 
 def complain(text: str, *, style: str = "") -> None:
@@ -32,7 +33,7 @@ def complain(text: str, *, style: str = "") -> None:
 
 
 def show_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table on standard output; the first column's names, to be copied, stay whole."""
+    """Print a table on standard output; names in the first column are never wrapped."""
     table = Table(Column(header[0], no_wrap=True), *header[1:])
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
@@ -43,7 +44,7 @@ def write_continued(
     texts: Sequence[str], decoders: "Sequence[StreamDecoder]", steps: Iterator[list[int | None]]
 ) -> None:
     """Write the texts with their continuations; a single one as it comes, several at the end."""
-    steps = chain(list(islice(steps, 1)), steps)  # the model may refuse: nothing is shown before
+    steps = chain(list(islice(steps, 1)), steps)  # if the first step raises, nothing is shown
     if len(texts) == 1:
         _write(texts[0])
         try:

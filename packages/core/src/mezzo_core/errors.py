@@ -16,13 +16,13 @@ class UserError(ValueError):
 class FailedRunError(UserError):
     """A training diverged, or an op computed a wrong result, by no fault of the user.
 
-    So a report of many runs tells it and goes on.
+    A report of many runs notes it and goes on.
     """
 
 
 @contextmanager
 def values_of_the_user() -> Iterator[None]:
-    """Turn a ValueError about an option's value into a `UserError`."""
+    """Turn a ValueError into a `UserError`, where it can only be about an option's value."""
     try:
         yield
     except ValueError as error:

@@ -14,7 +14,7 @@ from mezzo_core.errors import UserError
 if TYPE_CHECKING:
     from filelock import AcquireReturnProxy, BaseFileLock
 
-# Far more than any of our JSON files has. A larger file is refused before it fills the memory.
+# Our JSON files are far smaller. A larger file is refused before it fills the memory.
 _MOST_BYTES = 64 << 20
 
 
@@ -36,7 +36,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_small(path: Path) -> bytes:
-    """Read a file that is not larger than any of our JSON files.
+    """Read a file of at most 64 MiB.
 
     Raises:
         UserError: if it is missing, unreadable, too large, or no file.
@@ -96,7 +96,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def remove_scratch(path: Path) -> None:
-    """Remove the new files that killed calls of `write_whole` left beside `path`.
+    """Remove the temporary files that killed calls of `write_whole` left beside `path`.
 
     No process may be writing `path` at the same time.
 
@@ -109,7 +109,7 @@ def remove_scratch(path: Path) -> None:
 
 def is_foreign(status: os.stat_result) -> bool:
     """Tell whether a file or folder belongs to another user than this one and root."""
-    ours = os.geteuid() if hasattr(os, "geteuid") else 0  # without users, all belongs to 0
+    ours = os.geteuid() if hasattr(os, "geteuid") else 0  # Windows says 0 for every file
     return status.st_uid not in (ours, 0)
 
 
@@ -117,11 +117,12 @@ def acquire(lock: "BaseFileLock") -> "AcquireReturnProxy":
     """Acquire a lock, for a `with` block that releases it.
 
     Raises:
-        OSError: if the file system has no locks, as some network mounts; as the lock says else.
+        OSError: if the file system has no locks, as some network mounts, or by another error of the
+            lock.
     """
     try:
         return lock.acquire()
-    except NotImplementedError as error:  # by a filelock before its version with a fallback
+    except NotImplementedError as error:  # from older versions of filelock, without a fallback
         raise OSError(str(error)) from error
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mezzo_core.nn.lm import LM
 
 _OF_BEAMS = {"max_new_tokens"}
-"""Arguments that a search with beams has too."""
+"""Options that `--num-beams` allows."""
 
 
 def add_generate(app: typer.Typer) -> None:

@@ -1,4 +1,4 @@
-"""The numbers that `generate` takes on the command line."""
+"""The numeric options of the command `generate`."""
 
 import typing
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from mezzo_core.docstrings import described
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """Arguments of `mezzo_core.nn.generate` that are numbers; that function checks them.
+    """The numeric arguments of `mezzo_core.nn.generate`, which checks them.
 
     Attributes:
         max_new_tokens: tokens to write.
@@ -54,4 +54,4 @@ def _flags() -> Iterator[Parameter]:
 
 
 FLAGS = tuple(_flags())
-"""A flag for each field; its value is None where it is not given."""
+"""A flag for each field; its value is None if it is not given."""

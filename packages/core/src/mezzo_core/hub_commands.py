@@ -1,4 +1,4 @@
-"""The commands that lead to other libraries and back: export, import, `eval --tasks`."""
+"""The commands that use other libraries: `export`, `import` and `eval --tasks`."""
 
 import logging
 import math
@@ -103,9 +103,9 @@ def add_hub_commands(app: typer.Typer, paper: Paper) -> None:
 
 
 def measure_tasks(model: "LM", tokenizer: "Tokenizer", asked: TaskOptions) -> dict[str, Any]:
-    """Return a model's results on tasks: its scores, and how they were measured.
+    """Return a model's scores on tasks, and how they were measured.
 
-    Tasks of RULER, and those of a file of LongBench, are mezzo's own, the others lm-eval's.
+    RULER and LongBench are measured by mezzo itself, all other tasks by lm-eval.
 
     Raises:
         UserError: if lm-eval is not installed, or refuses a task.
@@ -206,12 +206,12 @@ def _measure_others(
 
 
 def _finite(score: Any) -> Any:
-    """Return a score, or None for what JSON has no number for: an infinite perplexity, say."""
+    """Return a score, or None if JSON has no such number, such as an infinite perplexity."""
     return None if isinstance(score, float) and not math.isfinite(score) else score
 
 
 def _quiet_transformers() -> None:
-    """Keep its progress bars and warnings off a command's output."""
+    """Keep transformers' progress bars and warnings off a command's output."""
     told = import_library("transformers", "hub").utils.logging
     told.disable_progress_bar()
     told.set_verbosity_error()

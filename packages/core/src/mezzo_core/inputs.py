@@ -1,4 +1,4 @@
-"""Inputs of the commands, checked before any work: prompts, tokenizers and data."""
+"""Reads and checks the inputs of commands before any work: prompts, tokenizers and data."""
 
 import re
 import sys
@@ -27,18 +27,16 @@ from mezzo_core.train.config import TrainConfig
 Value = TypeVar("Value")
 
 _OPTIONS = {"tokenizer": "--tokenizer", "seq_len": "--seq-len"}
-"""What a model may leave to the command line to tell: one that was imported has no tokenizer."""
+"""The options that supply an entry of "extra" if a model lacks it, as imported ones do."""
 
 
 def read_prompts(given: Sequence[str] | None, file: Path | None = None) -> list[str]:
-    """Return the given prompts, or if there are none, the text on standard input without its BOM.
+    """Return the given prompts and those of the file; without any, the text on standard input.
 
-    Args:
-        given: the prompts.
-        file: has a further prompt on each line that is not blank.
+    Each line of the file that is not blank is a prompt. A BOM on standard input is dropped.
 
     Raises:
-        UserError: if a text is not UTF-8, or the file has none.
+        UserError: if a text is not UTF-8, or the file has no prompt.
     """
     if file is not None:
         lines = [line.removesuffix("\n").removesuffix("\r") for _, line in read_lines(file)]
@@ -53,7 +51,7 @@ def read_prompts(given: Sequence[str] | None, file: Path | None = None) -> list[
     for text in texts:
         try:
             text.encode("utf-8")
-        except UnicodeEncodeError:  # Python replaces arguments' bytes that are not UTF-8 by these
+        except UnicodeEncodeError:  # Python turned invalid bytes of an argument into surrogates
             raise UserError(f"the prompt is not UTF-8 text: {text!r}") from None
     return texts
 
@@ -61,17 +59,11 @@ def read_prompts(given: Sequence[str] | None, file: Path | None = None) -> list[
 def fitting_tokenizer(
     name: str, vocab_size: int, identity: object = None, *, add_bos: bool = False
 ) -> Tokenizer:
-    """Load a tokenizer for a model with a vocabulary of `vocab_size`.
-
-    Args:
-        name: see `load_tokenizer`.
-        vocab_size: the model's.
-        identity: of the tokenizer that the model was trained with; None if it is not known.
-        add_bos: see `load_tokenizer`.
+    """Load a tokenizer (`load_tokenizer`) for a model with a vocabulary of `vocab_size`.
 
     Raises:
-        UserError: if it cannot be loaded, has more tokens than the model's vocabulary, or is
-            another one.
+        UserError: if it cannot be loaded, has more tokens than the vocabulary, or has another
+            `identity` than the one that the model was trained with (None: not known).
     """
     tokenizer = load_tokenizer(name, add_bos=add_bos)
     if tokenizer.vocab_size > vocab_size:
@@ -104,10 +96,10 @@ def told(extra: Mapping[str, Any], name: str, kind: type[Value], folder: Path) -
 def told_tokenizer(
     extra: Mapping[str, Any], folder: Path, vocab_size: int, name: str | None = None
 ) -> Tokenizer:
-    """Load the tokenizer that a model's config.json tells; `name` is where it is now, if moved.
+    """Load the tokenizer that a model's config.json names, or from `name` if it has moved.
 
     Raises:
-        UserError: if it tells none, or as in `fitting_tokenizer`.
+        UserError: if config.json names none, or as `fitting_tokenizer` does.
     """
     known = name or told(extra, "tokenizer", str, folder)
     identity = extra.get("tokenizer_identity")
@@ -115,17 +107,12 @@ def told_tokenizer(
 
 
 def describe_tokenizer(tokenizer: str, vocab_size: int, *, add_bos: bool = False) -> dict[str, Any]:
-    """Return the entries of "extra" that tell a tokenizer, by a path that is valid in every folder.
+    """Return the entries of "extra" that describe a tokenizer (`load_tokenizer`), by absolute path.
 
-    What was held out of a text in training is not known with other tokens: there is no fingerprint.
-
-    Args:
-        tokenizer: see `load_tokenizer`.
-        vocab_size: the model's.
-        add_bos: see `load_tokenizer`.
+    The fingerprint of the text is None: with other tokens, nobody knows what training held out.
 
     Raises:
-        UserError: as `fitting_tokenizer`; a tokenizer of the hub is not looked for.
+        UserError: as `fitting_tokenizer`; a tokenizer on the hub is not loaded.
     """
     identity = None
     if not tokenizer.startswith(HUB_PREFIX):
@@ -142,7 +129,7 @@ def describe_tokenizer(tokenizer: str, vocab_size: int, *, add_bos: bool = False
 
 def _adds_bos(extra: Mapping[str, Any]) -> bool:
     data = extra.get("data")
-    if isinstance(data, dict) and isinstance(data.get("texts"), list):  # a mixture, of equals
+    if isinstance(data, dict) and isinstance(data.get("texts"), list):  # a mixture: all are alike
         data = next(iter(data["texts"]), None)
     elif isinstance(data, dict) and isinstance(data.get("text"), dict):  # examples with answers
         data = data["text"]
@@ -163,29 +150,28 @@ def open_told_data(
     skip_bad: bool | None = None,
     whole: bool = False,
 ) -> tuple[str, BatchSource]:
-    """Open the text or the task that a model's config.json tells beside the model.
+    """Open the text or the task that a model was trained on, as its config.json describes it.
 
     Args:
-        extra: what it tells.
+        extra: the entry "extra" of config.json.
         folder: the model's, for messages.
         vocab_size: the model's.
-        source: another text in the place of that text, or of examples. If it is one of a mixture's
-            texts, it is read as there.
-        tokenizer: where the model's tokenizer is now, if it is not where it was.
-        seq_len: tokens a row; as the model was trained by default.
+        source: another text to read instead. One of a mixture's texts keeps its settings.
+        tokenizer: where the model's tokenizer is now, if it has moved.
+        seq_len: tokens a row; None: as in training.
         allow_packages: packages besides mezzo's own that may have defined the task.
-        answers: whether `source` holds prompts with answers (see `AnswersConfig`), and no text.
-        text_column: the field of the text, if it is not the one that was trained on.
-        skip_bad: whether to leave out records without text; as in training by default.
+        answers: whether `source` holds prompts with answers (see `AnswersConfig`).
+        text_column: the field of the text; None: as in training.
+        skip_bad: whether to leave out records without text; None: as in training.
         whole: hold out all of the text.
 
     Returns:
-        What is read, for the report, and the source of its batches.
+        The name of what is read, for the report, and the source of its batches.
 
     Raises:
-        UserError: if it tells none, or what is no description of data, or its tokens are not the
-            model's, or the text is not the one of the training any more, or an option of texts is
-            given for a task, or `whole` for a stream.
+        UserError: if config.json describes no data, the tokens are not the model's, the text has
+            changed since the training, an option of texts is given for a task, or `whole` is for a
+            stream.
     """
     if "data" not in extra:  # an imported model's
         known = tokenizer or told(extra, "tokenizer", str, folder)
@@ -226,7 +212,7 @@ def open_told_data(
     try:
         of_texts = source or tokenizer or text_column or skip_bad or whole
         rows = None if of_texts else config.build(length, None)
-    except (AttributeError, TypeError):  # it describes something else
+    except (AttributeError, TypeError):  # it is no configuration of data
         rows = None
     if not isinstance(rows, BatchSource):
         raise UserError(f'{folder}/config.json: "data" must be of DataConfig, got {config!r:.60}')
@@ -234,13 +220,13 @@ def open_told_data(
 
 
 def check_has_fields(config: TextConfig) -> None:
-    """Refuse the name of a field, but the usual one, where no text has any.
+    """Refuse a `text_column` other than the default if no text has fields.
 
     Raises:
         UserError: if all texts are .txt files or the novels, or one cannot be found.
     """
     texts = texts_of(config)
-    if texts[0].text_column == DataConfig.text_column:  # all have the same
+    if texts[0].text_column == DataConfig.text_column:  # all have the same text_column
         return
     sources = {text.source for text in texts} | {text.validation_source for text in texts}
     for source in sources - {None, "embedded"}:
@@ -251,7 +237,7 @@ def check_has_fields(config: TextConfig) -> None:
 
 
 def _find_texts(config: TextConfig, folder: Path) -> None:
-    """Check that the files that a training read are there; a path may be of another folder."""
+    """Check that the files of the training are still there."""
     texts = texts_of(config)
     for text in texts:
         told = "--data with --all" if text.validation_source else "--data"
@@ -269,7 +255,7 @@ def _find_texts(config: TextConfig, folder: Path) -> None:
 def _open_text(
     config: TextConfig, seq_len: int, vocab_size: int, told: Mapping[str, Any]
 ) -> BatchSource:
-    """Open a text; its tokenizer and its training part must be those of "extra", if told there."""
+    """Open a text; its tokenizer and fingerprint must be those of "extra", if it has them."""
     first, identity = texts_of(config)[0], told.get("tokenizer_identity")
     fitting_tokenizer(first.tokenizer, vocab_size, identity, add_bos=first.add_bos)
     rows = config.build(seq_len, None)
@@ -311,15 +297,13 @@ def start_from(config: TrainConfig, run: Path, tokenizer: str | None = None) -> 
 
 
 def choose_texts(config: TextConfig, given: Sequence[str]) -> TextConfig:
-    """Return the configuration that reads other texts, with the settings of its first text.
+    """Return a configuration for other texts, with the settings of `config`'s first text.
 
-    Args:
-        config: the recipe's.
-        given: one source; or several, each as "WEIGHT:SOURCE".
+    `given` is one source, or several, each as "WEIGHT:SOURCE".
 
     Raises:
-        UserError: if a weight is missing or no weight, or all would have the same text to validate
-            on.
+        UserError: if a weight is missing or no number, or `config` has a text to validate on and
+            there are several sources.
     """
     first = texts_of(config)[0]
     if len(given) == 1:

@@ -1,6 +1,6 @@
-"""Names of a package that are imported at their first use (PEP 562).
+"""Imports the names of a package at their first use (PEP 562).
 
-So `mezzo-rat --help` does not wait for torch, which `import mezzo_rat` would import for its layers.
+So `mezzo-rat --help` does not wait for torch, which the layers of `mezzo_rat` need.
 """
 
 import sys
@@ -14,11 +14,11 @@ Attached = tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]
 
 
 def lazy_names(package: str, places: Mapping[str, Sequence[str]]) -> Attached:
-    """Return what makes a package import its names, and its modules, when they are first used.
+    """Return functions that import a package's names and modules when they are first used.
 
     Args:
         package: the package's `__name__`.
-        places: the names by the module of the package in which they are.
+        places: for each module of the package, the names that it defines.
     """
     modules = {name: module for module, names in places.items() for name in names}
 

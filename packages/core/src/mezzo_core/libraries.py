@@ -1,4 +1,4 @@
-"""Optional libraries: imports them where they are used, and turns their errors into one line."""
+"""Imports optional libraries where they are used, and turns their errors into one line."""
 
 import os
 import tempfile
@@ -13,12 +13,7 @@ _LONGEST = 300
 
 
 def import_library(name: str, extra: str, *, package: str = "mezzo-core") -> ModuleType:
-    """Import a library of one of a package's extras.
-
-    Args:
-        name: the module to import.
-        extra: the extra that installs it.
-        package: whose extra it is.
+    """Import the module `name`, which the extra `extra` of `package` installs.
 
     Raises:
         UserError: if it is not installed; the message says how to install it.
@@ -33,13 +28,9 @@ def import_library(name: str, extra: str, *, package: str = "mezzo-core") -> Mod
 
 @contextmanager
 def library_errors(failed: str) -> Iterator[None]:
-    """Turn any error of a library into a `UserError` of one line.
+    """Turn any error of a library into a `UserError` of one line, "FAILED: ERROR".
 
-    Args:
-        failed: the beginning of the message: what could not be done.
-
-    Raises:
-        UserError: for every error; a `UserError` passes unchanged.
+    A `UserError` passes unchanged.
     """
     try:
         yield
@@ -53,9 +44,9 @@ def library_errors(failed: str) -> Iterator[None]:
 
 @contextmanager
 def panics_unprinted() -> Iterator[None]:
-    """Keep off standard error what Rust prints before Python gets its panic as an exception.
+    """Hide what Rust prints on standard error before Python gets its panic as an exception.
 
-    Whatever else the process prints there meanwhile is only delayed, so use it for short work.
+    All other output to standard error is delayed until the end, so use this for short work.
     """
     try:
         kept = os.dup(2)

@@ -1,4 +1,4 @@
-"""How much memory there is to take."""
+"""How much memory is free."""
 
 import math
 from pathlib import Path
@@ -7,9 +7,9 @@ import torch
 
 
 def available_memory(device: torch.device | str = "cpu") -> float:
-    """Return the bytes of memory that a device can still give; infinite if it does not say.
+    """Return the free bytes of a device's memory; infinite if the system does not tell.
 
-    Limits of a container are not seen.
+    Limits of a container are not considered.
     """
     device = torch.device(device)
     if device.type == "cuda":

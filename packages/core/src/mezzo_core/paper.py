@@ -16,38 +16,39 @@ if TYPE_CHECKING:
     from mezzo_core.train.recipes import Recipes
 
 Bench = Callable[["torch.device", bool, Path | None, Sequence[str]], Any]
-"""Measures speeds on a device, at toy sizes if the bool says so, into result files of a folder."""
+"""Measures speeds: takes a device, whether to use toy sizes, a folder for result files, and the
+tables or models to measure (all if none)."""
 
 
 class Demo(NamedTuple):
     """Which models `demo` trains on the embedded novels; both take less than a minute together."""
 
     recipe: str
-    """The paper's own."""
+    """The paper's own recipe."""
     attention: str
-    """The recipe of attention of the same size."""
+    """The recipe of an attention model of the same size."""
     steps: int
     batch_size: int
 
 
 @dataclass(frozen=True)
 class Paper:
-    """A package of a paper.
+    """Describes the package of a paper.
 
-    What needs torch is given by functions, which are called when a command needs it.
+    Parts that need torch are functions, which import them when a command needs them.
 
     Attributes:
         command: the program's name, such as "mezzo-rat".
         title: one line for the top of `--help`.
         version: of the package.
         recipes: imports the recipes.
-        table: the file of the recipes' table (`mezzo_core.recipe_table`). With None the table is
-            made whenever it is needed.
-        demo: what `demo` trains; None leaves it out.
-        bench: imports what measures speed; None leaves the command out.
+        table: the file with the table of recipes (`mezzo_core.recipe_table`); None makes the table
+            whenever it is needed.
+        demo: what `demo` trains; None leaves the command out.
+        bench: imports the measurement of speeds; None leaves the command out.
         reproduction: imports the paper's claims; None leaves `reproduce` out.
-        layouts: by the names of other libraries, imports how these write the paper's models, for
-            `export` and `import`.
+        layouts: for `export` and `import`: for each other library, imports how it writes the
+            paper's models.
         commands: the package's own commands, by name; they import torch when they run.
     """
 

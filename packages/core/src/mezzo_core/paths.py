@@ -1,4 +1,4 @@
-"""Paths that are given to commands, checked before any work."""
+"""Checks paths that are given to commands, before any work."""
 
 import os
 from pathlib import Path
@@ -7,10 +7,10 @@ from mezzo_core.errors import UserError
 
 
 def expanded(path: Path | None) -> Path | None:
-    """Return an option's path with ~ as a home folder, which a shell leaves in "--out=~/run".
+    """Expand ~ in an option's path; a shell does not in "--out=~/run".
 
     Raises:
-        UserError: if that user is not known.
+        UserError: if the user in ~USER is not known.
     """
     try:
         return path and path.expanduser()
@@ -19,7 +19,7 @@ def expanded(path: Path | None) -> Path | None:
 
 
 def check_writable(path: Path, *, is_folder: bool) -> None:
-    """Check that a file or a folder can be written, before the work whose result goes there.
+    """Check that a file or a folder can be written, before any work.
 
     Raises:
         UserError: if it cannot be written.

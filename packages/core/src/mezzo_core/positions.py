@@ -1,7 +1,7 @@
 """Positions of tokens, and their encodings in attention: RoPE and ALiBi.
 
-Everything is computed on the device from integers. There are no tables or buffers that would have
-to be extended or saved, or that would lose precision when a model is cast to bfloat16.
+Everything is computed on the device from integers: there are no tables to extend or save, and
+nothing loses precision when a model is cast to bfloat16.
 """
 
 import math
@@ -129,8 +129,8 @@ def rope_steps(
 ) -> Tensor:
     """Return how far each pair of a head of width `dim` turns from one position to the next.
 
-    A position times this is the exact angle, whatever the position: whole turns overflow and are
-    lost, as int64 wraps around. In floating point a far position would lose digits.
+    A position times this is the exact angle: int64 wraps around, which only drops whole turns. In
+    floating point the angles of far positions would lose digits.
 
     Returns:
         (D/2,) int64, in turns / 2^64; times `RADIANS`, in radians.
@@ -150,7 +150,7 @@ def rope_steps(
 
 
 def scaling_numbers(op: str, scaling: Any) -> tuple[float, ...] | None:
-    """Return the fields as registered ops take them; a TypeError if it is no `RopeScaling`."""
+    """Return the fields as a tuple for registered ops; a TypeError if it is no `RopeScaling`."""
     if scaling is None or isinstance(scaling, RopeScaling):
         return None if scaling is None else astuple(scaling)
     raise TypeError(f"{op}: rope_scaling must be a RopeScaling, got {type(scaling).__name__}")
@@ -246,9 +246,9 @@ def _geometric_slopes(
 
 
 def ring_positions(lengths: Tensor, num_slots: int) -> Tensor:
-    """Return (B, S), the position of the token in each slot of a ring, negative for an empty slot.
+    """Return (B, S): the position of the token in each slot of a ring, negative if it is empty.
 
-    Token p is in slot p % S; `lengths` (B,) are the tokens of each row so far.
+    Token p is in slot p % S; `lengths` (B,) counts the tokens of each row so far.
     """
     newest = lengths[:, None] - 1
     return newest - (newest - torch.arange(num_slots, device=lengths.device)) % num_slots

@@ -1,4 +1,4 @@
-"""The program of a paper's package; where the extra `train` is missing, it says so."""
+"""Starts the command line of a paper's package, or says that its extra `train` is missing."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ def start(
 ) -> NoReturn:
     """Run the command line of a package whose modules have the names that all papers share.
 
-    `title` to `layouts` are those of `Paper`, commands and layouts by their places in the package.
+    For the options see `Paper`; commands and layouts are given as "module:name" in the package.
     """
 
     def at(place: str) -> Any:

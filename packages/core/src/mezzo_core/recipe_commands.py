@@ -1,4 +1,4 @@
-"""The commands that tell of a package's recipes: recipes, show."""
+"""The commands `recipes` and `show`, which list and describe a package's recipes."""
 
 from typing import Annotated
 

@@ -1,8 +1,8 @@
-"""The table of a package's recipes: names, sizes, and what they are.
+"""The table of a package's recipes: names, sizes and descriptions.
 
-To know the number of weights, torch must build the model. So a package keeps its table in a file,
-from which `recipes` and a mistyped name are answered at once. To write the files anew after a
-change of recipes (a test fails until then):
+Only torch can tell a model's number of weights. So a package keeps its table in a file, and
+`recipes` or a mistyped name need not wait for torch. After a change of recipes a test fails until
+the files are written again:
 
     python -m mezzo_core.recipe_table mezzo_rat mezzo_gsa
 """
@@ -28,10 +28,11 @@ class RecipeRow(NamedTuple):
     name: str
     weights: int
     tokens: int
-    """Of the whole training."""
+    """Tokens of the whole training."""
     context: int
     """T, tokens of a sequence."""
     what: str
+    """A description."""
 
 
 def read_table(path: Path) -> list[RecipeRow]:
@@ -54,7 +55,7 @@ def read_table(path: Path) -> list[RecipeRow]:
 
 
 def make_table(recipes: "Recipes", summaries: Mapping[str, str]) -> list[RecipeRow]:
-    """Make the table; a recipe without a summary has the first line of its function's docstring."""
+    """Make the table; without summaries, the first lines of recipes' docstrings describe them."""
     import torch
 
     rows = []
@@ -76,7 +77,7 @@ def write_table(path: Path, rows: list[RecipeRow]) -> None:
 
 
 def count_in_words(count: int) -> str:
-    """Return a number of three digits, such as 1.28B."""
+    """Round a count to three digits, such as 1.28B."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if count >= size:
             return f"{float(f'{count / size:.3g}'):g}{letter}"

@@ -1,4 +1,4 @@
-"""Compiles the kernels of an op at the same time, where its first call would do so one by one."""
+"""Compiles all kernels of an op in parallel, which its first call would compile one by one."""
 
 import os
 import threading
@@ -11,18 +11,18 @@ MOST_THREADS = 8
 _known: set[Hashable] = set()
 _lock = threading.Lock()
 _in_work: int | None = None
-"""The thread that compiles ahead now."""
+"""The thread that compiles ahead now, if any."""
 
 
 def compile_ahead(key: Hashable, launch: Callable[[], object]) -> None:
-    """Compile all kernels that `launch` launches, in several threads, and run none of them.
+    """Compile all kernels that `launch` launches, in several threads, without running them.
 
-    The first call with a key does so. Where this Triton has no such mode, a kernel compiles when it
-    is first launched, as without this.
+    Only the first call with a key does so. If this Triton lacks `AsyncCompileMode`, nothing happens
+    here, and each kernel is compiled when it is first launched.
 
     Args:
-        key: of the device, and of what decides which kernels these are.
-        launch: launches them, and reads no values: what they would write is uninitialized.
+        key: the device, and all that determines the kernels.
+        launch: launches the kernels; it must not read their results, which are uninitialized.
     """
     if key in _known or _in_work == threading.get_ident():
         return
@@ -39,14 +39,14 @@ def _compile(launch: Callable[[], object]) -> None:
     if mode is None:
         return
     pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
-    # What fails here fails again, with its error, where the kernel is launched.
+    # A kernel that fails to compile here will fail again, with its error, where it is launched.
     with suppress(Exception), pool, _without_launching(), mode(pool, ignore_errors=True):
         launch()
 
 
 @contextmanager
 def _without_launching() -> Iterator[None]:
-    """Let what this thread launches be compiled only; other threads launch as ever."""
+    """Let launches of this thread only compile; other threads launch as usual."""
     global _in_work
     from triton.runtime.jit import JITFunction
 

@@ -1,4 +1,4 @@
-"""Checks of arguments that all ops and mixers share, with the same messages."""
+"""Checks of arguments, shared by all ops and mixers."""
 
 import sys
 from typing import Any
@@ -98,14 +98,15 @@ def check_counts(
 
 
 def is_read(x: Tensor) -> bool:
-    """Tell whether checks read the values of x, on a CPU: else it would wait, or break a graph.
+    """Tell whether checks may read the values of x: on a CPU, and not while compiling.
 
-    Fake tensors have none, and those under torch.vmap cannot be read.
+    Reading would wait for a GPU or break a graph. Fake tensors and those under torch.vmap have no
+    values to read.
     """
     if x.device.type != "cpu" or torch.compiler.is_compiling() or type(x) is not Tensor:
         return False
     functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(x):  # a gradient's, around one of vmap perhaps
+    while functorch.is_functorch_wrapped_tensor(x):  # torch.func.grad may wrap one of vmap
         if functorch.is_batchedtensor(x):
             return False
         x = functorch.get_unwrapped(x)
@@ -118,9 +119,9 @@ def in_transform() -> bool:
 
 
 def can_look(*tensors: Tensor) -> bool:
-    """Tell whether values may be read here: in eager code, of plain tensors on a CPU.
+    """Tell whether code may branch on values: in eager code, of plain tensors on a CPU.
 
-    Reading them would wait for a GPU or break a compiled graph.
+    As `is_read`, but never under torch.func.
     """
     if torch.compiler.is_compiling() or in_transform():
         return False

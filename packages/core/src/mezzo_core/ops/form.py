@@ -1,8 +1,8 @@
-"""Named tuples as the arguments of a registered op, and as a part of its schema.
+"""Passes a named tuple of options to a registered op, and declares it in the op's schema.
 
-A registered op takes only tensors, numbers, strings and dtypes. So the fields of its form, a named
-tuple, are its last arguments: `op(*tensors, *form)`. The schema declares them by `schema_of(Form)`,
-and the op builds the form again from what it gets.
+A registered op takes only tensors, numbers, strings and dtypes. So the fields of its options, a
+named tuple `Form`, are its last arguments: `op(*tensors, *form)`. The schema declares them by
+`schema_of(Form)`, and the op builds the named tuple again.
 """
 
 from types import NoneType
@@ -22,7 +22,7 @@ _DECLARED = {
 
 
 def schema_of(*records: type) -> str:
-    """Return the fields of named tuples, as the schema of a registered op declares them.
+    """Return the part of a registered op's schema that declares the fields of named tuples.
 
     Raises:
         KeyError: if a field has a type that no op takes.
@@ -31,7 +31,7 @@ def schema_of(*records: type) -> str:
 
 
 def types_of(record: type) -> dict[str, str]:
-    """Return the fields of a named tuple with their types in a schema; raises as `schema_of`."""
+    """Return the type in a schema of each field of a named tuple; raises as `schema_of`."""
     return {name: _declared(kind) for name, kind in get_type_hints(record).items()}
 
 

@@ -23,15 +23,15 @@ def register_gradient(
 
     The returned function takes one of three ways, all with the same formula:
 
-    - torch.func does not support gradients from `register_autograd` (torch 2.8 to 2.13). So under
-      its transforms an `autograd.Function` calls the op.
-    - On plain tensors in eager code another one calls the op's Python function. This spares the
-      host PyTorch's dispatch of a custom op and of its gradient. If no gradient is wanted, the
-      function is called alone.
-    - Whatever traces or watches ops sees the op: torch.compile, dispatch modes, tensors of other
-      kinds or without data.
+    - Under transforms of torch.func, an `autograd.Function` calls the op, since torch.func does not
+      support gradients from `register_autograd` (torch 2.8 to 2.13).
+    - On plain tensors in eager code, another `autograd.Function` calls the op's Python function.
+      This saves the host PyTorch's dispatch of a custom op and of its gradient. If no gradient is
+      wanted, the Python function is called alone.
+    - In all other cases the op itself is called: under torch.compile or dispatch modes, and for
+      tensors of other kinds or without data.
 
-    No way supports a second gradient; all raise an error for it.
+    None supports a second gradient; all raise an error for it.
 
     Args:
         op: from `torch.library.custom_op`.
@@ -39,15 +39,14 @@ def register_gradient(
             of the arguments.
         save: takes (ctx, inputs, output) and stores on ctx the values that `backward` needs.
         run: the Python function for eager code, by default the op's own. It may return None where
-            an op has to return an empty tensor. Of one that only launches kernels, give
+            an op has to return an empty tensor. For an op that only launches kernels, give
             `replayed(function_of(op))`.
-        num_results: how many results the returned function returns, by default all, as the op does.
-            The others are for `save` only; in eager code, where autograd does not get them, each of
-            them spares the host time.
+        num_results: how many of the op's results are returned, by default all. The others are for
+            `save` only; in eager code autograd does not see them, which saves the host time.
     """
 
     class Gradient(torch.autograd.Function):
-        generate_vmap_rule = True  # under which torch runs the op row by row
+        generate_vmap_rule = True  # torch then runs the op row by row
 
         @staticmethod
         def forward(*inputs: Any) -> Any:
@@ -61,8 +60,7 @@ def register_gradient(
         def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
             if not torch.is_grad_enabled():
                 return backward(ctx, *gradients)
-            # The ops called in `backward` have no gradient themselves, which is an error if
-            # gradients are on.
+            # The ops called in `backward` have no gradient: with gradients on, they would raise.
             with torch.no_grad():
                 found = backward(ctx, *gradients)
             sources = [x for x in (*gradients, *ctx.saved_tensors) if x is not None]
@@ -102,10 +100,10 @@ def function_of(op: Any) -> Callable[..., Any]:
 
 
 def undispatched(op: Any, run: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """Return a function that calls an op without a gradient, as a backward does.
+    """Return a function that calls an op without a gradient, for use in a backward.
 
-    On plain tensors in eager code it calls a Python function, `run` or else the op's own, which
-    spares the host PyTorch's dispatch; whatever traces or watches ops sees the op.
+    On plain tensors in eager code it calls the Python function (`run`, or else the op's own), which
+    saves the host PyTorch's dispatch; otherwise it calls the op.
     """
     run_eager = run or function_of(op)
 
@@ -116,7 +114,7 @@ def undispatched(op: Any, run: Callable[..., Any] | None = None) -> Callable[...
 
 
 def saveable(x: Any) -> Any:
-    """Return x, or a copy of a tensor made in inference mode, which autograd would not save."""
+    """Return x, or a copy of it if it was made in inference mode: autograd would not save it."""
     return x if torch.compiler.is_compiling() or not torch.is_grad_enabled() else _saveable(x)
 
 
@@ -125,7 +123,7 @@ def _saveable(x: Any) -> Any:
 
 
 def refuse_second_gradient(result: Tensor) -> Tensor:
-    """Return the result of torch's attention, whose second gradients our error refuses.
+    """Return the result of torch's attention, made to raise our error for a second gradient.
 
     torch's own error names a fused kernel that no caller has heard of.
     """
@@ -142,7 +140,7 @@ def _mark_last(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | N
 
 
 def _is_eager(inputs: tuple[Any, ...]) -> bool:
-    """Tell whether nothing but the values of plain tensors is wanted."""
+    """Tell whether this is eager code on plain tensors, and nothing traces or watches ops."""
     if torch.compiler.is_compiling():
         return False
     if torch._C._len_torch_dispatch_stack() > (thread.recorder is not None):
@@ -151,7 +149,7 @@ def _is_eager(inputs: tuple[Any, ...]) -> bool:
         if x is None:
             continue
         if type(x) in _PLAIN:
-            # In a pullback of torch.func some are wrapped still, without data.
+            # In a pullback of torch.func some tensors are still wrapped, without data.
             if x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x):
                 return False
         elif isinstance(x, Tensor) or (type(x) is list and not _is_eager(tuple(x))):
@@ -163,7 +161,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _wants_gradient(inputs: tuple[Any, ...]) -> bool:
-    """Tell whether autograd has to know of a call; for a forward gradient it raises its error."""
+    """Tell whether autograd must see a call. It must in forward mode too, to raise its error."""
     if forward_ad._current_level >= 0:
         return True
     return torch.is_grad_enabled() and any(

@@ -1,9 +1,9 @@
 """Launches Triton kernels with less work on the host.
 
-At each launch Triton writes all constants and options as a text, by which it looks up the compiled
-kernel, it calls the hooks of profilers, and it asks the driver about the address of each tensor.
-Here a tuple is the key, which Triton's own function makes of the arguments. Without hooks, the
-compiled kernel is called directly, with addresses, which Triton takes as they are.
+At each launch Triton formats all constants and options as a string to look up the compiled kernel,
+calls the hooks of profilers, and asks the driver about the address of each tensor. Here the key is
+a tuple, in which Triton's own function describes the arguments. If there are no hooks, the compiled
+kernel is called directly, with addresses in place of tensors.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ except ImportError:  # before Triton 3.6
     kind_of = None
 
 KNOWN = ("3.6.", "3.7.", "3.8.")
-"""The versions of Triton that call a compiled kernel as `launch` does."""
+"""The versions of Triton whose compiled kernels take the arguments that `launch` passes."""
 
 _is_known = kind_of is not None and triton.__version__.startswith(KNOWN)
-# If another function is in its place already, such as one that only compiles, none is called.
+# None if somebody has replaced Triton's function already, as one that only compiles does.
 _run = JITFunction.run if JITFunction.run.__qualname__ == "JITFunction.run" else None
 _compiled: dict[tuple[Any, ...], tuple[CompiledKernel, tuple[Any, ...]]] = {}
 
@@ -40,8 +40,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     Args:
         kernel: from `triton.jit`.
         grid: one to three numbers of programs.
-        arguments: the first arguments of the kernel. Its tensors must be on the current device:
-            what lies elsewhere is found out in the first launch alone.
+        arguments: the first arguments of the kernel. Tensors must be on the current device; only
+            the first launch checks it.
         constants: all its constants, Triton's options, such as num_warps, and further arguments.
     """
     if not (is_direct() and _is_plain(kernel)):
@@ -69,21 +69,21 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
 def _by_triton(
     kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
 ) -> Any:
-    """Let Triton launch a kernel, which is never repeated."""
+    """Let Triton launch a kernel; such a launch cannot be replayed."""
     if thread.recorder is not None:
         thread.recorder.can_repeat = False
     return kernel[grid](*arguments, **constants)
 
 
 def current_stream(device: int) -> int:
-    """Return the stream of a device on which kernels are to run now."""
+    """Return the current stream of a device."""
     return driver.active.get_current_stream(device)
 
 
 def call_kernel(
     compiled: CompiledKernel, size: tuple[int, ...], stream: int, arguments: Sequence[Any]
 ) -> None:
-    """Launch a compiled kernel; its arguments are addresses and numbers, and then its constants."""
+    """Launch a compiled kernel on addresses and numbers, followed by its constants."""
     no_hooks = None, None, None
     compiled.run(*size, stream, compiled.function, compiled.packed_metadata, *no_hooks, *arguments)
 
@@ -103,17 +103,17 @@ def is_direct() -> bool:
 
 
 def _is_plain(kernel: Any) -> bool:
-    """Tell whether nothing but the compiled kernel has to be called: no interpreter, no hooks."""
+    """Tell whether a launch only calls the compiled kernel: no interpreter, no hooks."""
     if type(kernel) is not JITFunction or kernel.pre_run_hooks:
         return False
-    # As Triton does, which raises an error if the module's value is another one by now.
+    # Triton raises an error if a global that the kernel uses has changed: let it.
     uses = kernel.used_global_vals.items()
     return not any(module.get(name) != value for (name, _), (value, module) in uses)
 
 
 @cache
 def _named(kernel: JITFunction, num_arguments: int, *names: str) -> tuple[str, ...]:
-    """Return which of the names in a launch are those of the next arguments, in their order."""
+    """Return those of the names that are the kernel's next arguments and no constants, in order."""
     rest = kernel.params[num_arguments:]
     following = takewhile(lambda each: not each.is_constexpr and each.name in names, rest)
     return tuple(each.name for each in following)
@@ -122,15 +122,15 @@ def _named(kernel: JITFunction, num_arguments: int, *names: str) -> tuple[str, .
 def _key(
     kernel: JITFunction, device: int, arguments: tuple[Any, ...], constants: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """Return what decides which compiled kernel a launch takes."""
+    """Return a key that determines the compiled kernel."""
     backend = kernel.device_caches[device][3]
-    # As if the kernel specialized all arguments: two keys may have the same compiled kernel.
+    # As if all arguments were specialized, so several keys may lead to one compiled kernel.
     kinds = tuple([kind_of(backend, x, False, True, True) for x in arguments])
     return kernel.fn, device, kinds, tuple(constants), tuple(constants.values())
 
 
 def _are_apart(kernel: JITFunction, num_arguments: int, constants: dict[str, Any]) -> bool:
-    """Tell whether the constants, all given by name, come after the arguments."""
+    """Tell whether all constants are given by name, and come after the arguments."""
     first, rest = kernel.params[:num_arguments], kernel.params[num_arguments:]
     if any(each.is_constexpr for each in first):
         return False

@@ -5,12 +5,7 @@ from torch import Tensor
 
 
 def check_cu_seqlens(op: str, cu_seqlens: Tensor, x: Tensor) -> None:
-    """Check everything except the values: (S + 1,) integers on the device of x, which is one row.
-
-    Args:
-        op: the op's name, for messages.
-        cu_seqlens: the borders.
-        x: (B, T, ...), the packed sequences.
+    """Check all but the values of the borders of packed sequences x (B, T, ...).
 
     Raises:
         TypeError: if the borders are not an int32 or int64 tensor.
@@ -31,11 +26,7 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor, x: Tensor) -> None:
 
 
 def count_sequences(op: str, cu_seqlens: Tensor | None, x: Tensor) -> int:
-    """Return how many sequences x (B, T, ...) has: those of borders, which are checked, or B.
-
-    Raises:
-        TypeError, ValueError: see `check_cu_seqlens`.
-    """
+    """Return the number of sequences in x (B, T, ...): B, or that of `cu_seqlens`, checked here."""
     if cu_seqlens is None:
         return x.shape[0]
     check_cu_seqlens(op, cu_seqlens, x)
@@ -51,7 +42,7 @@ def check_borders(op: str, cu_seqlens: Tensor, num_tokens: int) -> None:
     if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
         return
     ends = int(cu_seqlens[0]), int(cu_seqlens[-1])
-    # Neighbours are compared: their difference may overflow, and then look like a length.
+    # Not by their differences, which may overflow and then look like lengths.
     if ends != (0, num_tokens) or bool((cu_seqlens[1:] < cu_seqlens[:-1]).any()):
         borders = [int(border) for border in cu_seqlens]  # `tolist` fails in torch.func of 2.8
         shown = borders if len(borders) <= 16 else [*borders[:8], "...", *borders[-8:]]

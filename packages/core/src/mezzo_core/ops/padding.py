@@ -7,8 +7,7 @@ from torch import Tensor
 def without_padding(x: Tensor, lengths: Tensor | None) -> Tensor:
     """Return x (B, T, ...) with zeros after the `lengths` (B,) real tokens of each row.
 
-    The padding is replaced and not multiplied by zero: a NaN in it would reach the gradients even
-    though no output depends on it.
+    The padding is replaced, not multiplied by zero: a NaN times zero would still be NaN.
     """
     if lengths is None:
         return x

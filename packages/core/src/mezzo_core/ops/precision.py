@@ -12,7 +12,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a b to `total`, in its precision: of matrices, or of batches of them."""
+    """Add the product a b to `total` in the precision of `total`; matrices or batches of them."""
     add = torch.addmm if total.ndim == 2 else torch.baddbmm
     if total.dtype == a.dtype:
         add(total, a, b, out=total)
@@ -30,10 +30,9 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context without autocast, which does nothing where autocast is off already.
+    """Return a context without autocast; it does nothing if autocast is off already.
 
-    There torch.compile would trace a context, and torch keeps no graph with one in its cache on
-    disk. The meta device has no autocast.
+    torch.compile would trace a real context, and torch never caches a graph with one on disk.
     """
     if autocast_dtype(device) is None:
         return nullcontext()

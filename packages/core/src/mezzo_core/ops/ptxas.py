@@ -1,8 +1,8 @@
 """Chooses the assembler (ptxas) that turns Triton's kernels into machine code on Hopper.
 
-For Hopper, Triton 3.6 and 3.7 use ptxas 12.8. In some kernels with several matrix products it loses
-a register, so that numbers are wrong or addresses are outside of memory. These versions of Triton
-also contain a newer ptxas for Blackwell, which compiles such kernels correctly. Triton itself uses
+For Hopper, Triton 3.6 and 3.7 use ptxas 12.8. It miscompiles some kernels with several matrix
+products: a lost register leads to wrong numbers or illegal addresses. These versions of Triton also
+contain a newer ptxas for Blackwell, which compiles such kernels correctly. Triton itself has used
 it for Hopper since September 2026 (its pull request 11854).
 """
 

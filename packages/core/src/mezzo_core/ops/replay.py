@@ -1,12 +1,12 @@
-"""Repeats the launches of an op, so that a small call waits less for the host.
+"""Replays the kernel launches of an op, so that small calls wait less for the host.
 
-A call of a form that was seen before runs once as ever, and is watched: which kernels it launches,
-and where each of their arguments lies, in an input, in a result or in a temporary tensor. From then
-on such a call makes the results and one workspace for all temporary tensors, and calls the compiled
-kernels on addresses in them. A form is all that decides on the launches: the dtypes, the shapes and
-the strides of tensors, and all that is no tensor.
+The *form* of a call is all that determines its launches: the dtypes, shapes and strides of tensors,
+and all other arguments. The second call of a form is recorded: which kernels it launches, and
+whether each of their arguments lies in an input, a result or a temporary tensor. Later calls
+allocate the results and one workspace for all temporary tensors, and call the compiled kernels on
+addresses in them.
 
-A function that does more than to allocate, to view and to launch is called as ever.
+A function that does anything but allocate, view and launch is never replayed.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mezzo_core.ops.watched import thread
 
 MOST_BYTES = 2**28
-"""Of the inputs and of the workspace. Larger calls do not wait for the host, and the workspace has
-room for all temporary tensors at once."""
+"""The largest inputs and the largest workspace that are replayed. Larger calls do not wait for the
+host, and the workspace would waste memory: it holds all temporary tensors at once."""
 MOST_FORMS = 512
-"""Of a function; when it has as many, all are forgotten."""
+"""How many forms of a function are kept; then all are forgotten."""
 ALIGNED = 16
-"""Bytes of which the addresses of all tensors must be multiples: compiled kernels rely on it."""
+"""All addresses must be multiples of this number of bytes: compiled kernels rely on it."""
 APART = 512
-"""Bytes of which the places in a workspace are multiples, as torch's allocator has it."""
+"""The alignment of tensors in a workspace, in bytes: that of torch's allocator."""
 
 aten = torch.ops.aten
 ALLOCATIONS = {
@@ -46,39 +46,39 @@ class Call(NamedTuple):
     """Triton's `CompiledKernel`."""
     grid: tuple[int, ...]
     arguments: tuple[Any, ...]
-    """Also the constants; those that `places` tells are None."""
+    """All arguments and constants; None for those in `places`."""
     places: tuple[tuple[int, int, int, Any], ...]
-    """Of each tensor: which argument it is, in which buffer it lies, how many bytes from its start,
-    and, if the argument is Triton's descriptor of it, that one. The buffers are the inputs, the
-    workspace and the results, in this order."""
+    """For each tensor: the index of the argument, the index of the buffer (first inputs, then the
+    workspace, then results), the offset in it in bytes, and Triton's descriptor if the argument is
+    one."""
 
 
 class Recording(NamedTuple):
-    """All that a call does."""
+    """All launches and results of a call."""
 
     calls: tuple[Call, ...]
     workspace: int
-    """Bytes."""
+    """Its size in bytes."""
     results: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype] | None, ...]
     """The shape, the strides and the dtype of each tensor that is returned; None for None."""
     kind: type
     """What is returned: a tensor, a tuple or a list."""
     kept: tuple[Tensor, ...]
-    """Tensors that the function keeps itself, such as tables; kernels have their addresses."""
+    """Tensors that live outside of the call, such as tables; kernels have their addresses."""
 
 
 _SEEN, _PLAIN = object(), object()
-"""Stand for the recording of a form that was seen once, and of one that cannot be repeated."""
+"""In place of a recording: the form was seen once; the form cannot be replayed."""
 
 
 def replayed(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that does what `run` does, in less time if it was called so before.
+    """Return a function that does what `run` does, and replays forms that it has seen before.
 
     Args:
-        run: launches kernels by `launch`, gives them addresses only as tensors or descriptors, and
-            reads no values of tensors on a GPU. It returns a tensor, or a tuple or a list of
-            tensors and None. It does not change its arguments, which are tensors, None, lists of
-            both, or hashable.
+        run: launches kernels by `launch`, passes them addresses only as tensors or descriptors, and
+            reads no values of tensors on a GPU. It returns a tensor, or a tuple or list of tensors
+            and None. It does not change its arguments, which are tensors, None, lists of both, or
+            hashable.
     """
     known: dict[Any, Any] = {}
 
@@ -88,7 +88,7 @@ def replayed(run: Callable[..., Any]) -> Callable[..., Any]:
         stream = None if thread.recorder else _stream(tensors)
         if stream is None:
             return run(*inputs)
-        # What a function keeps, such as tables, may be ready on this stream alone.
+        # Tensors that live outside of the call may be ready on this stream only.
         key = stream, form
         found = known.get(key)
         if found is None:
@@ -107,7 +107,7 @@ def replayed(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _form(inputs: Any, tensors: list[Tensor]) -> tuple[Any, ...]:
-    """Return the form of a call, and append its tensors."""
+    """Return the form of a call, and append its tensors to `tensors`."""
     form: list[Any] = []
     for x in inputs:
         if isinstance(x, Tensor):
@@ -121,9 +121,9 @@ def _form(inputs: Any, tensors: list[Tensor]) -> tuple[Any, ...]:
 
 
 def _stream(tensors: list[Tensor]) -> int | None:
-    """Return the stream on which a call can be repeated, or None if it cannot.
+    """Return the stream on which a call can be replayed, or None if it cannot.
 
-    It can if all tensors are on the current GPU, and aligned, and nobody watches launches.
+    It can if all tensors are on the current GPU and aligned, and nobody watches launches.
     """
     if not tensors or not tensors[0].is_cuda:
         return None
@@ -137,15 +137,16 @@ def _stream(tensors: list[Tensor]) -> int | None:
 
 
 def _is_captured() -> bool:
-    """Tell whether a CUDA graph is made here: it would repeat a recorder's copies of the inputs.
+    """Tell whether a CUDA graph is captured here.
 
-    And it may outlive what a recording keeps.
+    It would contain a recorder's copies of the inputs, and may outlive the tensors that a recording
+    keeps.
     """
     return torch.cuda.is_current_stream_capturing()
 
 
 def _replay(recording: Recording, tensors: list[Tensor], stream: int) -> Any:
-    """Do what was recorded, on other tensors."""
+    """Run a recording on other tensors."""
     from mezzo_core.ops.launch import call_kernel
 
     calls, size, results, kind, _ = recording
@@ -166,7 +167,7 @@ def _replay(recording: Recording, tensors: list[Tensor], stream: int) -> Any:
 
 
 class _Base:
-    """Stands for the tensor of a descriptor, of which a launch asks the address alone."""
+    """Stands for the tensor of a descriptor; a launch reads only its address."""
 
     def __init__(self, address: int) -> None:
         self._address = address
@@ -176,7 +177,7 @@ class _Base:
 
 
 def _at_base(descriptor: Any, base: _Base | None) -> Any:
-    """Return a descriptor of what lies elsewhere; None if that is not known yet."""
+    """Return a copy of a descriptor with another base; None if that is not known yet."""
     found = copy(descriptor)
     found.base = base
     return found
@@ -189,7 +190,7 @@ def _record(
     try:
         if sum(x.nbytes for x in tensors) <= MOST_BYTES:
             return _watch(run, inputs, tensors)
-    except torch.OutOfMemoryError:  # what is watched takes more memory
+    except torch.OutOfMemoryError:  # the copies need more memory
         pass
     return run(*inputs), _PLAIN
 
@@ -197,7 +198,7 @@ def _record(
 def _watch(
     run: Callable[..., Any], inputs: tuple[Any, ...], tensors: list[Tensor]
 ) -> tuple[Any, Any]:
-    # Copies lie apart, so that it is clear in which input an argument of a kernel lies.
+    # Inputs may share memory, but copies do not: an address tells which input it belongs to.
     apart = [_copy(x) for x in tensors]
     recorder, there = Recorder(apart), iter(apart)
     thread.recorder = recorder
@@ -224,7 +225,7 @@ def _replace(x: Any, by: Any) -> Any:
 
 
 class Recorder(TorchDispatchMode):
-    """Watches a function: its allocations, and, by `launch`, its launches."""
+    """Records a function's allocations, and the launches that `launch` tells it of."""
 
     def __init__(self, inputs: list[Tensor]) -> None:
         super().__init__()
@@ -232,12 +233,12 @@ class Recorder(TorchDispatchMode):
         self._made: list[Tensor] = []
         self._launches: list[tuple[Any, tuple[int, ...], list[Any]]] = []
         self.can_repeat = True
-        """Becomes False once the function does something else."""
+        """Becomes False once the function does anything else."""
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Do an operation of the function, and note what it is."""
+        """Run an operation of the function, and note whether it allocates or only views."""
         result = op(*args, **(kwargs or {}))
         if op in ALLOCATIONS:
             self._made.append(result)
@@ -250,14 +251,14 @@ class Recorder(TorchDispatchMode):
         self._launches.append((kernel, grid, arguments))
 
     def recording(self, result: Any) -> Recording | None:
-        """Return what was done to get a result; None if it cannot be repeated."""
+        """Return the recording of a call that returned `result`; None if it cannot be replayed."""
         kind = Tensor if isinstance(result, Tensor) else type(result)
         if not self.can_repeat or kind not in (Tensor, tuple, list):
             return None
         wanted = [result] if kind is Tensor else [*result]
         made = {_start(x): x for x in self._made if x.numel()}
         results = [x for x in wanted if x is not None]
-        # Each must be all that lies in its memory.
+        # No two results may share memory, and each must fill its own.
         whole = {_start(x) for x in results if x.numel()}
         if len(whole) != sum(x.numel() > 0 for x in results) or not whole <= made.keys():
             return None
@@ -293,7 +294,7 @@ def _call(
     places: dict[int, tuple[int, int]],
     kept: list[Tensor],
 ) -> Call:
-    """Return a launch with the places of its tensors."""
+    """Return a launch with the places of its tensors; append tensors from outside to `kept`."""
     given, found = [*arguments], []
     for i, argument in enumerate(arguments):
         described = None if isinstance(argument, Tensor) else argument
@@ -301,7 +302,7 @@ def _call(
         if x is None:
             continue
         place = places.get(_start(x)) if x.numel() else None
-        if place is not None:  # without the tensor, whose memory would stay as long as the form
+        if place is not None:  # keep no tensor here, as its memory would live as long as the form
             described = None if described is None else _at_base(described, None)
             found.append((i, place[0], x.data_ptr() - place[1], described))
             given[i] = None

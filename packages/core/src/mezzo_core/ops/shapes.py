@@ -1,4 +1,4 @@
-"""The shapes of an op's tensors as a table, by which its calls are checked."""
+"""Checks the shapes of an op's arguments against a table."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,14 +10,14 @@ from mezzo_core.ops.checks import check_dtype
 
 
 class Shapes:
-    """The shapes of an op's tensors, by the arguments' names, to check calls by.
+    """The shapes of an op's tensors, by the names of the arguments.
 
         SHAPES = Shapes(x="... D", bias="D | None", filled="D")
         D = SHAPES.check("op", x, bias)["D"]
 
-    A letter is one size wherever it stands, and "..." the same leading axes. Tensors are
-    floating-point, or integers where "int: " or "int64: " comes before the letters; all are on the
-    device of the first. Sizes of the letters in `filled` may not be 0.
+    A letter stands for one size everywhere, and "..." for the same leading axes. Tensors must be
+    floating-point, or integers after "int: " (int32 or int64) or "int64: ", and all on the device
+    of the first. The letters in `filled` may not be 0.
     """
 
     def __init__(self, *, filled: str = "", **shapes: str) -> None:
@@ -40,13 +40,13 @@ class Shapes:
 
         Args:
             op: the op's name, for messages.
-            tensors: as many as names.
-            of: stands before the names in messages, such as "state.".
-            device: that of the op's inputs; None: that of the first tensor.
-            known: sizes that letters have already.
+            tensors: one for each name.
+            of: a prefix of the names in messages, such as "state.".
+            device: where the tensors must be; None: where the first one is.
+            known: letters whose sizes are fixed already.
 
         Raises:
-            TypeError: if an argument is no tensor, or of another dtype.
+            TypeError: if an argument is no tensor, or has another dtype.
             ValueError: if a shape or a device does not fit.
         """
         sizes: dict[str, Any] = known
@@ -79,7 +79,7 @@ class Shapes:
             size = known.get(letter, letter)
             parts += size if isinstance(size, tuple) else (size,)
         filled = [part for part in parts if part in self._filled]
-        # torch.compile traces no str(): so it shows this message, and not one of its own.
+        # An f-string, since torch.compile traces no str() and would show an error of its own.
         words = f"({', '.join([f'{part}' for part in parts])}{',' if len(parts) == 1 else ''})"
         return f"{words}, {', '.join(filled)} at least 1" if filled else words
 

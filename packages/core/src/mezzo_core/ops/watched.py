@@ -1,4 +1,4 @@
-"""Whether a thread's launches are watched, which `launch` asks and `replay` says."""
+"""The recorder of a thread's launches: `replay` sets it, and `launch` tells it of each launch."""
 
 import threading
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 
 class _Thread(threading.local):
     recorder: Any = None
-    """The `replay.Recorder` of what the thread runs now, if there is one."""
+    """The `replay.Recorder` that watches this thread now, if any."""
 
 
 thread = _Thread()

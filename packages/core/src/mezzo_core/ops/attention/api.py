@@ -16,8 +16,8 @@ from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.ops.shapes import Shapes, check_heads, check_one_dtype
 
 SMALL_MASK = 1024 * 1024
-"""Up to this number of queries times keys, sdpa with a full mask is faster on a CPU than blocks,
-and on a GPU flex is not worth a compilation."""
+"""Queries times keys. Up to this number, sdpa with a full mask is faster than "blocked" on a CPU,
+and on a GPU "flex" is not worth its compilation."""
 
 AttentionImpl = Literal["auto", "reference", "sdpa", "blocked", "flex", "flash"]
 
@@ -59,10 +59,10 @@ def attention(
 ) -> AttentionOutput:
     """Attend: softmax(scale q·k - slope · distance) v over the keys that each query sees.
 
-    Query head h reads key and value head h // (HQ/H). `reference.py` is the definition. The outputs
-    and the lse have gradients for q, k and v, but not for the slopes; there are no second
-    gradients. On a CPU a NaN, an infinity or a very large number in a token, or in its gradient,
-    only affects tokens that see it or that it sees. A GPU's kernels may let it affect its row.
+    Query head h reads key and value head h // (HQ/H). `reference.py` is the definition. The output
+    and the lse are differentiable in q, k and v, but only once, and not in the slopes. On a CPU a
+    NaN, an infinity or a very large number in a token, or in its gradient, only affects tokens that
+    see it or that it sees. On a GPU it may affect its whole row.
 
     Args:
         q: queries.
@@ -80,10 +80,10 @@ def attention(
             Must be given together with `k_positions`.
         k_positions: positions of the keys, likewise. A key with a negative position is hidden.
         return_lse: also return the log-sum-exp of the scores, by which `ops.online_softmax.merge`
-            merges the results over several sets of keys. It can also add one to the denominator.
+            merges results over several sets of keys.
         impl: the backend. "auto" takes the fastest that supports the request; on a Hopper GPU that
-            is "flash" where the package flash-attn-4 is installed. An explicit backend is used, or
-            an error is raised; it is never replaced.
+            is often "flash", if the package flash-attn-4 is installed. An explicit backend is used
+            or raises an error; it is never replaced.
 
     Returns:
         AttentionOutput(out, lse). A query that sees no key gets out 0 and lse -inf.
@@ -107,8 +107,8 @@ def attention(
     if scale is None:
         scale = q.shape[-1] ** -0.5
     elif scale <= 0:
-        # Backends set masked scores to -inf before they scale, so a scale that is negative or 0
-        # would spoil the mask. Move the sign, or the 0, into q.
+        # Backends scale scores after masking them with -inf, so a scale that is negative or 0 would
+        # spoil the mask. Move the sign, or the 0, into q.
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
     request = Request(
         q,
@@ -150,15 +150,15 @@ def _fastest(r: Request) -> str:
     able = sdpa.unsupported(r) is None
     if torch.onnx.is_in_onnx_export():  # it has no rules for our ops
         return "sdpa" if able else "reference"
-    # An exported program is for any number of tokens, so it must not ask for it.
+    # An exported program runs for any number of tokens, so it must not branch on it.
     is_small = not torch.compiler.is_exporting() and r.q.shape[1] * r.k.shape[1] <= SMALL_MASK
-    # For short sequences the host is what one waits for, and sdpa takes the least of it.
+    # Short sequences mostly wait for the host, and sdpa has the least work there.
     if not (is_plain(r) and is_small) and flash.is_fastest(r):
         return "flash"
     placed_few = r.q_positions is not None and is_small
     if not is_plain(r) and not placed_few and flex.unsupported(r) is None:
         return "flex"
-    # A graph cannot look at values, and torch's masks do not stop a score that overflows.
+    # A compiled graph cannot look for scores that overflow, and torch's masks do not hide these.
     small = is_plain(r) or (is_small and not torch.compiler.is_compiling())
     # The blocked op has no rule for vmap: there torch's ops are used.
     suits_sdpa = (able and small) or in_transform()

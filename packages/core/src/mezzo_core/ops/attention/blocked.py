@@ -1,8 +1,8 @@
-"""Attention on a CPU, computed for a block of queries at a time, over the keys that it may see.
+"""Attention on a CPU, one block of queries at a time, over the keys that the block may see.
 
-Only the scores of one block are in memory at any moment, because the backward computes them again.
-With a window of W these are at most BLOCK (W + BLOCK) scores a head, whatever T is. It is a
-registered op, so that torch.compile does not unroll the loop over the blocks.
+Only the scores of one block are in memory, because the backward recomputes them. With a window of W
+these are at most BLOCK (W + BLOCK) scores a head, for any T. It is a registered op, so that
+torch.compile does not unroll the loop over the blocks.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from mezzo_core.ops.named_tuples import replaced
 from mezzo_core.ops.precision import accumulation_dtype, without_autocast
 from mezzo_core.positions import sequence_ids
 
-BLOCK = 128  # queries of a block
+BLOCK = 128  # queries in a block
 
 
 def unsupported(r: Request) -> str | None:
@@ -37,16 +37,16 @@ def unsupported(r: Request) -> str | None:
 def attention_blocked(r: Request) -> AttentionOutput:
     """Compute attention; products and softmax run in float32 (float64 for float64)."""
     *inputs, return_lse = r
-    with without_autocast(r.q.device):  # which would multiply in its own dtype
+    with without_autocast(r.q.device):  # it would multiply in its own dtype
         out, lse = _differentiable(*inputs)
     return AttentionOutput(out, lse if return_lse else None)
 
 
 class _Block(NamedTuple):
-    """A block of t queries (B, H, G t, ...), already scaled, and of its s keys (B, H, s, ...).
+    """A block of t queries (B, H, G t, ...), already scaled, and its s keys (B, H, s, ...).
 
-    Tokens that hold NaN or an infinity are 0 in q, k and v, and NaN in the scores of all pairs that
-    see them: a product with 0 in place of a score would spread them.
+    A token with a NaN or an infinity is 0 in q, k and v, and NaN in the scores of all pairs that
+    see it. So it cannot spread to other pairs by a product of a NaN with a weight of 0.
     """
 
     queries: slice
@@ -55,10 +55,10 @@ class _Block(NamedTuple):
     k: Tensor
     v: Tensor
     scores: Tensor
-    hidden: Tensor | None  # which of (B, H, G, t, s) the queries do not see; None if they see all
+    hidden: Tensor | None  # True where a query does not see a key, (B, H, G, t, s); None: sees all
 
     def hide(self, x: Tensor, value: float) -> None:
-        """Write a value into what (B, H, G t, s) has for pairs that do not see each other."""
+        """Write a value into x (B, H, G t, s) where a query does not see a key."""
         if self.hidden is not None:
             G = x.shape[2] // self.hidden.shape[-2]
             x.unflatten(2, (G, -1)).masked_fill_(self.hidden, value)
@@ -120,7 +120,7 @@ def _attention_bwd(
     # For a query that sees no key, lse = 0 instead of -inf makes its weights exp(-inf - 0) = 0.
     lse = lse.masked_fill(lse == float("-inf"), 0)[..., None]
     lost = ~(dout.isfinite().all(-1, keepdim=True) & row_term.isfinite())
-    if lost.any():  # such a query makes its weights NaN, which are then hidden from other keys
+    if lost.any():  # make the weights of these queries NaN; `hide` removes it from unseen keys
         dout, lse = dout.masked_fill(lost, 0), lse.masked_fill(lost, float("nan"))
     for block in _blocks(r):
         queries, keys = block.queries, block.keys
@@ -181,10 +181,10 @@ class _IsolatedGradient(torch.autograd.Function):
 
 
 def isolate_gradient(out: Tensor, r: Request) -> Tensor:
-    """Return the result of another backend; the gradient of a token reaches only what it sees.
+    """Return the output of another backend, with gradients that reach only tokens that are seen.
 
-    Other backends multiply a gradient by weights of 0, so one that is NaN or overflows would reach
-    all tokens. Here such tokens go back through blocked attention.
+    Other backends multiply a gradient by weights of 0, so a NaN or an overflow would reach all
+    tokens. Here the gradients of such tokens go through blocked attention.
     """
     *inputs, _ = r
     return _IsolatedGradient.apply(out, *inputs)
@@ -238,7 +238,7 @@ def _blocks(r: Request) -> Iterator[_Block]:
 
 
 def _seen_keys(r: Request, q_pos: Tensor, k_pos: Tensor) -> slice:
-    """Return from the first to the last key that any query of a block sees, in any order."""
+    """Return the slice from the first to the last key that any query of a block sees."""
     seen = k_pos >= 0
     if r.causal:
         seen = seen & (k_pos <= q_pos.amax(1, keepdim=True))

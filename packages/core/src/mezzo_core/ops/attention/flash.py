@@ -14,7 +14,7 @@ _FLASH_2 = bool(importlib.util.find_spec("flash_attn")) and bool(
 
 HOPPER = 9
 WIDTHS_4 = (32, 64, 96, 128, 256)
-"""Of heads that flash-attn 4 is tested with. With 16 its gradients under a window are wrong."""
+"""Head widths that flash-attn 4 is tested with. With 16 its gradients under a window are wrong."""
 
 
 def unsupported(r: Request) -> str | None:
@@ -43,17 +43,17 @@ def unsupported(r: Request) -> str | None:
 
 
 def is_fastest(r: Request) -> bool:
-    """Tell whether this backend was the fastest for such requests.
+    """Tell whether this backend is the fastest for the request, by our measurements.
 
-    So it was on an H200, in training 1.03 to 1.2 times as fast as cuDNN (plain causal attention),
-    1.6 times as fast as flex_attention under windows and 2.4 times on packed sequences
+    On an H200, it trained 1.03 to 1.2 times as fast as cuDNN (plain causal attention), 1.6 times as
+    fast as flex_attention under windows and 2.4 times on packed sequences
     (packages/core/results/nvidia-h200/attention.json).
     """
     return unsupported(r) is None and _runs_on_4(r) and _generation(r) == HOPPER
 
 
 def _runs_on_4(r: Request) -> bool:
-    """Tell whether flash-attn 4 does the request, if the backend does it at all."""
+    """Tell whether flash-attn 4 runs the request, rather than flash-attn 2."""
     fits = r.slopes is None and r.q.shape[-1] in WIDTHS_4
     return flash4.INSTALLED and fits and _generation(r) >= HOPPER
 
@@ -64,7 +64,7 @@ def _generation(r: Request) -> int:
 
 
 def attention_flash(r: Request) -> AttentionOutput:
-    """Compute attention with flash-attn 4, or with flash-attn 2 where 4 cannot."""
+    """Compute attention with flash-attn 4 if it supports the request, else with flash-attn 2."""
     if not _runs_on_4(r):
         return _attention_flash_2(r)
     options = (r.cu_seqlens, r.scale, r.causal, r.window_size)

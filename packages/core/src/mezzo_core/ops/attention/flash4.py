@@ -1,7 +1,7 @@
 """Attention by flash-attn 4 (the package `flash-attn-4`), for Hopper GPUs and newer, as an op.
 
-Registered, so that torch.compile makes no graphs around it. The package is a pre-release whose
-functions may change: tests compare it with the reference, output and gradients.
+A registered op, so that torch.compile does not break its graph here. The package is a pre-release,
+whose functions may change; tests compare output and gradients with the reference.
 """
 
 import importlib.util
@@ -81,7 +81,7 @@ def _(
 
 
 def _packed(cu_seqlens: Tensor | None, *tensors: Tensor | None) -> list[Tensor | None]:
-    """Return tensors as the package takes them: without the batch, if sequences are packed."""
+    """Drop the batch axis if sequences are packed, as the package wants it."""
     return list(tensors) if cu_seqlens is None else [x if x is None else x[0] for x in tensors]
 
 
@@ -90,8 +90,8 @@ def _options(
 ) -> dict[str, Any]:
     """Return the options of a forward or a backward.
 
-    The package's window is the numbers of keys to the left and to the right, both without the
-    current one; None has no end.
+    The package's window has two numbers of keys, to the left and to the right, both without the
+    current key; None is unlimited.
     """
     options: dict[str, Any] = {"softmax_scale": scale, "causal": causal}
     if window_size is not None:

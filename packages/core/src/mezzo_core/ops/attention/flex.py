@@ -2,7 +2,7 @@
 
 Without positions, each query sees an interval of keys, and both ends of the interval never decrease
 along the queries. The block mask is computed from these ends, without building a (T, S) mask. With
-positions, in any order, it is computed from the least and the greatest of each block.
+positions, in any order, it is computed from the smallest and the largest in each block.
 """
 
 import functools
@@ -25,12 +25,12 @@ from mezzo_core.positions import sequence_ids
 # Exists since torch 2.9; before, the lse was requested by `return_lse=True`.
 _AUX_REQUEST: Any = getattr(torch.nn.attention.flex_attention, "AuxRequest", None)
 
-BLOCK = 128  # queries and keys of a block of the mask: flex_attention's default
+BLOCK = 128  # queries and keys in a block of the mask: flex_attention's default
 LARGEST_KEPT = 2**32
-"""Queries times keys of the largest mask that is kept, which takes 4 MB: 32 masks of sixteen times
-as many of both would take 32 GB."""
+"""Queries times keys of the largest mask in the cache, which takes 4 MB. Without this limit, 32
+masks of a million queries and keys would take 32 GB."""
 Distance = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Takes a row of the batch, a query and a key."""
+"""Returns the distance for the indices of a row, a query and a key."""
 
 
 def unsupported(r: Request) -> str | None:
@@ -52,8 +52,7 @@ def attention_flex(r: Request) -> AttentionOutput:
     """Compute attention and its lse with one fused kernel, which has a backward for both."""
     inputs = [x.transpose(1, 2) for x in (r.q, r.k, r.v)]
     options: dict[str, Any] = {}
-    # An if, and not enable_gqa=(...): with symbolic shapes the comparison is a symbol, which
-    # flex_attention does not accept as a bool.
+    # Not enable_gqa=(...): with symbolic shapes the comparison is no bool for flex_attention.
     if r.q.shape[2] != r.k.shape[2]:
         options["enable_gqa"] = True
     if r.return_lse and _AUX_REQUEST is None:
@@ -93,7 +92,7 @@ def _compiled_flex() -> Callable[..., Any]:
 
 
 def _in_order(b: Tensor, i: Tensor, j: Tensor) -> Tensor:
-    """Return how far query i is behind key j, if both are counted from the same place."""
+    """Return the distance of query i and key j without positions."""
     return i - j
 
 
@@ -107,15 +106,14 @@ def _alibi(slopes: Tensor, distance: Distance) -> Callable[..., Tensor]:
 def _block_mask(r: Request, cached: bool) -> BlockMask:
     """Return the block mask of the request, from a cache if it depends on shapes only.
 
-    In a graph that the caller compiles the cache is not used, because torch would have to guard its
-    tensors. There the mask is computed once for all layers, by a few operations on (T/128)^2
-    numbers.
+    Under torch.compile the cache is not used, because torch would have to guard its tensors. There
+    a few operations on (T/128)^2 numbers compute the mask, once for all layers.
     """
     T, S = r.q.shape[1], r.k.shape[1]
     where = (T, S, r.q.device, r.causal, r.window_size)
     if not cached or r.cu_seqlens is not None or T * S > LARGEST_KEPT:
         return make_block_mask(*where, r.cu_seqlens)
-    if torch.cuda.is_current_stream_capturing():  # what it makes has no values before the replay
+    if torch.cuda.is_current_stream_capturing():  # tensors made here have no values before a replay
         return make_block_mask(*where, None)
     return _cached_block_mask(*where)
 
@@ -124,7 +122,7 @@ def _block_mask(r: Request, cached: bool) -> BlockMask:
 def _cached_block_mask(
     T: int, S: int, device: torch.device, causal: bool, window_size: int | None
 ) -> BlockMask:
-    # A tensor made in inference mode could not be used in a training step later.
+    # A later training step cannot use a tensor made in inference mode.
     with torch.inference_mode(False):
         return make_block_mask(T, S, device, causal, window_size, None)
 
@@ -174,7 +172,7 @@ def _mask_of(
     lengths: tuple[int, int],
     mask_mod: Callable[..., Tensor],
 ) -> BlockMask:
-    """Return the mask of the blocks seen in part and fully: how many in each row, and which."""
+    """Build the mask from the blocks seen in part and those seen fully: counts and indices."""
     q_partial, q_full = transposed_blocks(*partial), transposed_blocks(*full)
     return BlockMask(
         seq_lengths=lengths,
@@ -194,7 +192,7 @@ def _mask_of(
 def _mask_mod(
     causal: bool, window_size: int | None, ids: Tensor | None
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return the mask inside a block; it reads a tensor only if sequences are packed."""
+    """Return the mask inside a block; it captures a tensor only if sequences are packed."""
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         visible = j >= 0
@@ -209,8 +207,8 @@ def _mask_mod(
     return mask_mod
 
 
-# A registered op, so that inductor does not see this index arithmetic, which torch 2.13 fails to
-# simplify. Equal calls in one graph (all layers with the same window) are still computed once.
+# A registered op hides this index arithmetic from inductor: torch 2.13 fails to simplify it. Equal
+# calls in one graph (all layers with the same window) are still computed once.
 @torch.library.custom_op("mezzo::interval_blocks", mutates_args=())
 def interval_blocks(
     first: Tensor, last: Tensor, num_keys: int
@@ -218,12 +216,12 @@ def interval_blocks(
     """Find the blocks of an interval mask that are seen in part, and those that are seen fully.
 
     A block is seen fully if all its queries see all its keys; it needs no mask. Blocks that no
-    query sees are left out. As `first` and `last` never decrease, both kinds of blocks are
-    intervals in each row of blocks.
+    query sees are left out. As `first` and `last` never decrease, the blocks of both kinds are
+    contiguous in each row of blocks.
 
     Args:
-        first: (T,) int64, first key that each query sees, never decreasing.
-        last: (T,) int64, last key that it sees, never decreasing.
+        first: (T,) int64, the first key that each query sees, never decreasing.
+        last: (T,) int64, the last key that it sees, never decreasing.
         num_keys: S.
 
     Returns:
@@ -234,7 +232,7 @@ def interval_blocks(
     top = torch.arange(0, T, BLOCK, device=device)
     bottom = (top + BLOCK - 1).clamp(max=T - 1)
     columns = _num_blocks(num_keys)
-    # In each row of blocks, its queries see keys of the blocks from `lo` to before `hi`.
+    # The queries in a row of blocks see keys in the blocks from `lo` to `hi` (exclusive).
     lo = first[top] // BLOCK
     hi = torch.maximum(last[bottom] // BLOCK + 1, lo)
     # Blocks that are seen fully. A short last block never is: its missing keys must be masked.
@@ -267,14 +265,12 @@ def _fake_interval_blocks(
     return counts, indices, torch.empty_like(counts), torch.empty_like(indices)
 
 
-# Registered for the positions that it returns, which the graph may compute; see `captured`.
+# A registered op, because it returns copies of the positions for a mask_mod; see `captured`.
 @torch.library.custom_op("mezzo::position_blocks", mutates_args=())
 def position_blocks(
     q_positions: Tensor, k_positions: Tensor, causal: bool, window_size: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Find the blocks in which a query may see a key, from the ends of each block's positions.
-
-    In a block that is seen fully all queries see all keys, so that it needs no mask.
+    """Find the blocks in which a query may see a key, from the range of positions in each block.
 
     Args:
         q_positions: (B, T).
@@ -319,16 +315,15 @@ def _fake_position_blocks(
     return *blocks, torch.empty_like(q_positions), torch.empty_like(k_positions)
 
 
-# A registered op, because inductor makes of the sort in it a kernel that takes half a minute to
-# compile; so it does of the one in `BlockMask.from_kv_blocks`.
+# A registered op: inductor would turn the sort in it, as that in `BlockMask.from_kv_blocks`, into a
+# kernel that takes half a minute to compile.
 @torch.library.custom_op("mezzo::transposed_blocks", mutates_args=())
 def transposed_blocks(count: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the blocks of queries of each block of keys, from the blocks of keys of each of queries.
+    """Transpose a block mask: list the rows of blocks that see each column.
 
     Args:
-        count: (..., rows) int32, how many blocks of keys each row of blocks sees.
-        index: (..., rows, columns) int32, which they are; what follows the first `count` is
-            ignored.
+        count: (..., rows) int32, how many columns each row sees.
+        index: (..., rows, columns) int32, which ones; entries after the first `count` are ignored.
 
     Returns:
         The same for the columns: int32, (..., columns) and (..., columns, rows).
@@ -349,14 +344,14 @@ def _fake_transposed_blocks(count: Tensor, index: Tensor) -> tuple[Tensor, Tenso
 
 
 def _in_blocks(positions: Tensor) -> Tensor:
-    """Lay (B, T) out in blocks, (B, rows, BLOCK); the last position fills the last block."""
+    """Cut (B, T) into blocks, (B, rows, BLOCK); the last position pads the last block."""
     T = positions.shape[1]
     place = torch.arange(_num_blocks(T) * BLOCK, device=positions.device).clamp(max=T - 1)
     return positions[:, place].unflatten(1, (-1, BLOCK))
 
 
-# A registered op too, because a score_mod cannot read a tensor that inductor computes pointwise in
-# the same graph.
+# A registered op, because a score_mod cannot read a tensor that inductor computes pointwise in the
+# same graph.
 @torch.library.custom_op("mezzo::captured", mutates_args=())
 def captured(slopes: Tensor) -> Tensor:
     """Return a copy of the slopes, for a score_mod to read."""
@@ -368,7 +363,7 @@ def _fake_captured(slopes: Tensor) -> Tensor:
     return torch.empty_like(slopes)
 
 
-# And a registered op for mask_mods, which have the same restriction.
+# A registered op, because a mask_mod has the same restriction.
 @torch.library.custom_op("mezzo::sequence_owners", mutates_args=())
 def owners(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """Return `sequence_ids`, (T,) int64."""

@@ -25,8 +25,7 @@ def attention_reference(r: Request) -> AttentionOutput:
 
     Matrix products run in the dtype of the inputs, the softmax in float32 (float64 for float64).
     A query that sees no key gets out 0 and lse -inf. A query that sees a token with a NaN or an
-    infinity gets NaN. Other queries do not, although the product of such a value with their weight
-    0 would be NaN. On a CPU the same holds for gradients.
+    infinity gets NaN; other queries do not. On a CPU the same holds for gradients.
     """
     B, T, HQ, _ = r.q.shape
     H = r.k.shape[2]
@@ -46,7 +45,7 @@ def attention_reference(r: Request) -> AttentionOutput:
     if lost is not None:
         scores = scores.masked_fill(lost[:, None, None], float("nan"))
     probabilities, lse = softmax_with_lse(scores.masked_fill(~visible, float("-inf")))
-    # Hidden once more for the backward, where a gradient that is not finite would meet the zeros.
+    # Mask once more for the backward: a gradient that is not finite, times 0, would be NaN.
     probabilities = probabilities.masked_fill(~visible, 0)
     probabilities = probabilities.to(r.v.dtype).unflatten(1, (H, HQ // H))
     out = torch.einsum("bhgts,bshv->bthgv", probabilities, v).reshape(B, T, HQ, r.v.shape[-1])

@@ -1,4 +1,4 @@
-"""The arguments and results that all backends share, and the meaning of a request's features."""
+"""The arguments and results that all backends share, and the masks that a request means."""
 
 import math
 from typing import NamedTuple
@@ -49,11 +49,6 @@ def is_plain(r: Request) -> bool:
     return not r.return_lse and all(feature is None for feature in features)
 
 
-def has_empty_rows(r: Request) -> bool:
-    """Tell whether a query could have no key to attend to, from shapes alone."""
-    return r.q_positions is not None or r.q.shape[1] != r.k.shape[1]
-
-
 def token_positions(r: Request) -> tuple[Tensor, Tensor]:
     """Return the positions of queries (B or 1, T) and keys (B or 1, S), int64."""
     if r.q_positions is not None and r.k_positions is not None:
@@ -73,8 +68,8 @@ def visible_keys(r: Request) -> Tensor:
     if r.causal:
         visible = visible & (k_pos <= q_pos)
     if r.window_size is not None:
-        # Not by the distance, which may overflow. Visible keys have no negative positions, so a
-        # window that ends below 0 is as good as one that ends at 0.
+        # Compare no distances: they may overflow. Visible keys have no negative positions, so
+        # clamping a query's position at 0 changes nothing.
         visible = visible & (k_pos > q_pos.clamp(min=0) - r.window_size)
     if r.cu_seqlens is not None:
         ids = sequence_ids(r.q.shape[1], r.cu_seqlens)
@@ -117,13 +112,13 @@ def seen_interval(
 def lost_tokens(*tensors: Tensor) -> Tensor | None:
     """Return (B, S) bool: which tokens of (B, S, H, D) tensors hold a NaN or an infinity.
 
-    A token that a query does not see has weight 0, but 0 * NaN is NaN. So backends replace such
-    tokens by zeros, and write NaN into the results of the queries that see them. Eager calls on a
-    CPU first look whether there is any such token, and return None if not. In other cases looking
-    would wait for the GPU or break a compiled graph.
+    A query gives tokens that it does not see the weight 0, but 0 * NaN is NaN. So backends replace
+    such tokens by zeros, and write NaN into the results of the queries that see them. Eager calls
+    on a CPU return None if there is no such token. Elsewhere the look would wait for the GPU or
+    break a compiled graph.
     """
     if can_look(*tensors):
-        # A finite sum shows that all its terms are finite, and reads the memory only once.
+        # If a sum is finite, all its terms are; and it reads the memory only once.
         sums = [x.detach().sum(dtype=accumulation_dtype(x.dtype)) for x in tensors]
         if all(total.isfinite() for total in sums):
             return None
@@ -133,11 +128,11 @@ def lost_tokens(*tensors: Tensor) -> Tensor | None:
 def is_tame(*tensors: Tensor) -> bool:
     """Tell whether all values are below `WILD`, so that no product of two of them overflows."""
     ends = [end for x in tensors if x.numel() for end in x.detach().aminmax()]
-    return all(abs(float(end)) < WILD for end in ends)  # not so if it is NaN
+    return all(abs(float(end)) < WILD for end in ends)  # False for NaN
 
 
 def wild_tokens(*tensors: Tensor, limit: float = WILD) -> Tensor:
-    """Return (B, S) bool: which tokens of (B, S, H, D) tensors hold NaN, or `limit` and more."""
+    """Return (B, S) bool: which tokens of (B, S, H, D) tensors hold a NaN or a value >= `limit`."""
     tame = [(x.detach().abs() < limit).flatten(2).all(-1) for x in tensors]
     return ~torch.stack(tame).all(0)
 

@@ -13,7 +13,6 @@ from mezzo_core.ops.attention.request import (
     AttentionOutput,
     Request,
     alibi_bias,
-    has_empty_rows,
     is_plain,
     is_tame,
     visible_keys,
@@ -38,10 +37,10 @@ def attention_sdpa(r: Request) -> AttentionOutput:
     """Compute attention with `scaled_dot_product_attention`; masks are (T, S) tensors.
 
     Plain causal attention needs no mask, and runs the fastest kernel that torch has for the device.
-    Keys and values of grouped heads are not copied. A mask with ALiBi's bias is in float32 or
-    wider, and so are the products then: half precision would round the bias. So is that of float16
-    on a GPU. A token that holds NaN, an infinity or, but for compiled code on a CPU, a number of
-    WILD or more only affects the queries that see it; under a mask on a GPU these become NaN.
+    Keys and values of grouped heads are not copied. With ALiBi, and with a mask for float16 on a
+    GPU, everything is computed in float32 or wider. A token with a NaN, an infinity or (except in
+    compiled code on a CPU) a number of WILD or more only affects the queries that see it; under a
+    mask on a GPU these become NaN.
     """
     on_cpu = r.q.device.type == "cpu"
     if not on_cpu and is_plain(r):
@@ -49,8 +48,8 @@ def attention_sdpa(r: Request) -> AttentionOutput:
     look = can_look(r.q, r.k, r.v)
     if look and is_tame(r.q, r.k, r.v):
         return AttentionOutput(blocked.isolate_gradient(_attend(r), r), None)
-    # torch masks by adding -inf, which makes NaN of a score that has overflowed, and a weight of 0
-    # times NaN is NaN. So the kernel gets zeros in place of such tokens.
+    # torch masks by adding -inf: a score that overflowed becomes NaN, and 0 times a NaN value is
+    # NaN too. So the kernel gets zeros in place of such tokens.
     limit = WILD if look or not on_cpu else math.inf
     wild_q, wild = wild_tokens(r.q, limit=limit), wild_tokens(r.k, r.v, limit=limit)
     q, k, v = (
@@ -75,32 +74,31 @@ def _sees(r: Request, tokens: Tensor) -> Tensor:
 def _attend(r: Request) -> Tensor:
     if is_plain(r):
         q, k, v = (x.transpose(1, 2) for x in (r.q, r.k, r.v))
-        # An if, and not enable_gqa=(...): with symbolic shapes the comparison is a symbol, which
-        # the operator does not accept as a bool.
+        # Not enable_gqa=(...): with symbolic shapes the comparison is no bool for the operator.
         grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
         out = F.scaled_dot_product_attention(q, k, v, is_causal=r.causal, scale=r.scale, **grouped)
         return refuse_second_gradient(out).transpose(1, 2)
-    # On a GPU torch masks float16 by a finite number, and a score as large as that gets through.
+    # On a GPU torch masks float16 scores by a finite number, which large scores may exceed.
     if r.slopes is None and not (r.q.is_cuda and r.q.dtype == torch.float16):
         return _masked(r)
     q, k, v = (x.to(accumulation_dtype(x.dtype)) for x in (r.q, r.k, r.v))
-    with without_autocast(q.device):  # which would round the mask
+    with without_autocast(q.device):  # it would round ALiBi's bias
         return _masked(replaced(r, q=q, k=k, v=v)).to(r.q.dtype)
 
 
 def _masked(r: Request) -> Tensor:
     """Attend under a mask.
 
-    torch's masked kernels do not support grouped heads. So the query heads of a group are laid out
-    as more queries of one head, and keys and values need not be copied.
+    torch's masked kernels do not support grouped heads. So the query heads of a group become more
+    queries of one head, and keys and values need not be copied.
     """
     B, T, HQ, _ = r.q.shape
     H, G = r.k.shape[2], HQ // r.k.shape[2]
     visible = visible_keys(r)
     empty = None
-    if has_empty_rows(r):
-        # The kernels differ in their results for a query without keys. So let it see all keys, and
-        # set its result to 0 afterwards.
+    if r.q_positions is not None or r.q.shape[1] != r.k.shape[1]:
+        # A query may have no key, for which kernels differ. Let it see all keys, and set its result
+        # to 0.
         empty = ~visible.any(-1)
         visible = visible | empty[..., None]
     if r.slopes is None:

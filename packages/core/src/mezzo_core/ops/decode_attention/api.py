@@ -141,8 +141,8 @@ def decode_attention(
     if scale is None:
         scale = max(q.shape[-1], 1) ** -0.5
     if alibi_slopes is not None:
-        # In half precision a slope times a long distance would be rounded, or overflow; and the
-        # kernel reads neighbours in memory.
+        # In half precision a slope times a long distance would be rounded, or overflow. The kernel
+        # needs the slopes contiguous.
         alibi_slopes = alibi_slopes.to(accumulation_dtype(q.dtype)).contiguous()
     return _decode_attention(q, k, v, lengths, alibi_slopes, scale, chosen)
 

@@ -27,7 +27,7 @@ def decode_attention_fwd(
         return torch.zeros_like(q)
     slots = torch.arange(S, device=q.device)
     empty = slots >= lengths[:, None]
-    if q.dtype == torch.float16:  # in which products of large queries would overflow
+    if q.dtype == torch.float16:  # scale before the products, which would overflow
         q, scale = q * scale, 1.0
     scores = torch.einsum("bhgd,bshd->bhgs", q.view(B, H, HQ // H, D), k).flatten(1, 2)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale

@@ -1,4 +1,4 @@
-"""Attention while decoding, on a GPU. Reading the keys and values, each once, takes most time.
+"""Attention while decoding, on a GPU. Most of its time is spent reading keys and values once.
 
 A program handles one key and value head of one row, for all queries that read it, and loops over
 its share of the row's slots. If rows and heads are too few to keep the GPU busy, each row's tokens
@@ -217,5 +217,5 @@ def append_token_(
     return out
 
 
-# A table that is cached for ever: captured graphs read it.
+# The cache keeps every table for ever, because captured graphs read it.
 _rope_steps = cache(rope_steps)

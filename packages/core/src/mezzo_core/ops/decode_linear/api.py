@@ -30,8 +30,8 @@ def decode_linear(
     depends on shapes only, so it can be captured in a CUDA graph.
 
     Args:
-        x: rows with any strides. They are rounded to the dtype of `weight`: without a norm x
-            itself, with a norm its result, which the kernel however keeps in float32.
+        x: rows with any strides. x, or the result of the norm, is rounded to the dtype of `weight`;
+            but the kernel keeps the result of the norm in float32.
         weight: W, as in `nn.Linear`.
         bias: in the dtype of `weight`.
         norm_weight: weight of the RMS norm, which is computed in float32; None for no norm.

@@ -1,8 +1,8 @@
 """A linear layer on one row, on a GPU. Nearly all of its time is spent reading the weights.
 
 A program multiplies x by one or a few rows of W, with all of K in one tile. Many small programs
-keep more loads in flight than a few long ones. Each program computes the norm of x again, while it
-multiplies: x is small and in the L2 cache, so this is faster than another launch.
+keep more loads in flight than a few long ones. Each program recomputes the norm of x: x is small
+and in the L2 cache, so this is faster than another launch.
 """
 
 import torch
@@ -14,8 +14,7 @@ from mezzo_core.ops.launch import launch
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 
 ROWS_WITH_NORM = 4
-"""Rows of W per program with a norm. The program must then also read x and the norm's weight, and
-more rows share that cost."""
+"""Rows of W per program with a norm: they share the cost of reading x and the norm's weight."""
 
 
 @triton.jit(do_not_specialize=["N"])

@@ -1,4 +1,4 @@
-"""The public op `linear_cross_entropy`: arguments checked, form chosen."""
+"""The public op `linear_cross_entropy`: argument checks and dispatch."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from mezzo_core.ops.precision import autocast_dtype
 from mezzo_core.ops.shapes import Shapes
 
 NO_TARGET = -100
-"""The target where there is nothing to predict: torch's own default of `ignore_index`."""
+"""The target where there is nothing to predict: torch's default `ignore_index`."""
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SHAPES = Shapes(x="... C", weight="V C", targets="int64: ...", filled="V C")
 
@@ -24,7 +24,7 @@ class CrossEntropy(NamedTuple):
     loss: Float[Tensor, ""]
     """Nats, summed, in float32 (float64 for float64 inputs)."""
     hits: Bool[Tensor, "*rows"]
-    """Which targets have their row's largest logit."""
+    """Where the target has the row's largest logit."""
 
 
 def linear_cross_entropy(
@@ -37,19 +37,19 @@ def linear_cross_entropy(
 ) -> CrossEntropy:
     """Return the summed cross entropy of the logits x Wᵀ, which are never all in memory.
 
-    `reference.py` is the definition. Some rows of logits at a time become the loss and, where
-    gradients are wanted, its gradients in x and W, so that the backward only multiplies these by
-    the loss's gradient (the idea of Liger Kernel, Hsu et al. 2024, arXiv 2410.10989, and of torch's
-    own `linear_cross_entropy`, which torch.compile and torch.func cannot follow). Under autocast
-    the products are in its dtype, and W keeps its own: its gradient is added up in float32.
+    `reference.py` is the definition. A chunk of rows at a time, the logits become the loss and, if
+    gradients are wanted, the gradients of x and W. The backward only multiplies these by the
+    gradient of the loss. The idea is that of Liger Kernel (Hsu et al. 2024, arXiv 2410.10989), and
+    of torch's own `linear_cross_entropy`, which torch.compile and torch.func cannot trace. Under
+    autocast the products are in its dtype, and the gradient of W is accumulated in float32.
 
     Args:
-        x: what the head reads.
+        x: the input of the head.
         weight: the head's W, (V, C).
         targets: in [0, V), or `ignore_index` where there is none.
-        ignore_index: as said.
-        impl: "auto" computes some rows at a time, with a kernel for their softmax on a GPU that
-            supports the dtype; "triton" asks for that kernel; "reference" computes all logits.
+        ignore_index: the target that does not count.
+        impl: "auto" computes a chunk of rows at a time; on a GPU, a kernel computes the softmax if
+            it supports the dtype. "triton" requires that kernel. "reference" computes all logits.
 
     Raises:
         TypeError: if x or weight is not floating-point, targets not int64, or outside autocast x
@@ -71,7 +71,7 @@ def linear_cross_entropy(
 
 
 def _check(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> torch.dtype:
-    """Check the arguments, and return the dtype that the products are in."""
+    """Check the arguments, and return the dtype of the products."""
     name = "linear_cross_entropy"
     _SHAPES.check(name, x, weight, targets)
     check_size(name, "ignore_index", ignore_index, least=-(2**63))
@@ -83,7 +83,7 @@ def _check(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> tor
             f"{name}: x and weight must have one dtype outside autocast, "
             f"got {x.dtype} and {weight.dtype}"
         )
-    # Looking at values would stop a GPU's stream or break a graph.
+    # Reading values would wait for a GPU or break a graph.
     if targets.device.type == "cpu" and not torch.compiler.is_compiling() and targets.numel() > 0:
         V = weight.shape[0]
         wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= V))]

@@ -1,7 +1,7 @@
-"""The loss and its gradients, some rows at a time, so that most logits are never in memory.
+"""The loss and its gradients, a chunk of rows at a time, so that most logits are never in memory.
 
-The gradient of the logits is softmax(logits) minus one at the target. It takes the logits' place
-in memory, and is multiplied at once into what the backward will need: dx and dW.
+The gradient of the logits is softmax(logits) minus one at the target. It overwrites the logits, and
+is multiplied at once into what the backward will need: dx and dW.
 """
 
 from typing import NamedTuple
@@ -13,15 +13,15 @@ from mezzo_core.ops.precision import accumulation_dtype, add_product
 from mezzo_core.ops.sizes import ceil_div
 
 CHUNK_BYTES = 2**29
-"""Of the logits that are in memory at a time, at most."""
+"""The most memory for logits."""
 ALIGNMENT = 128
-"""On a GPU the vocabulary is filled up to a multiple of this: cuBLAS is slow at odd widths."""
+"""On a GPU the vocabulary is padded to a multiple of this: cuBLAS is slow at odd widths."""
 
 
 class Parts(NamedTuple):
-    """What the forward computes; dx and dweight are empty where no gradient is wanted.
+    """What the forward computes; dx and dweight are empty if no gradient is wanted.
 
-    The hits (N,) are bools: which targets have their row's largest logit.
+    `hits` (N,) tells which targets have their row's largest logit.
     """
 
     loss: Tensor
@@ -42,7 +42,7 @@ def linear_cross_entropy_fwd(
 ) -> Parts:
     """Return the loss, the hits, and the gradients of x (N, C) and W (V, C) for dloss = 1.
 
-    Products are computed in `dtype`; the gradient of W is added up in float32 or wider.
+    Products are computed in `dtype`; the gradient of W is accumulated in float32 or wider.
     """
     N, V = x.shape[0], weight.shape[0]
     sums = accumulation_dtype(dtype)
@@ -68,14 +68,14 @@ def linear_cross_entropy_fwd(
 
 
 def _chunk_size(N: int, row_bytes: int) -> int:
-    """Return how many rows are computed at a time: chunks of a GPU's tiles, about equally large."""
+    """Return the rows of a chunk: a multiple of a GPU's tiles, and chunks of about equal size."""
     N, most = max(N, 1), max(CHUNK_BYTES // row_bytes, 1)
     even = ceil_div(N, ceil_div(N, most))
     return min(ALIGNMENT * ceil_div(even, ALIGNMENT), most, N)
 
 
 def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return W in `dtype`, on a GPU with rows of zeros that make their number a round one."""
+    """Return W in `dtype`; on a GPU padded with rows of zeros to a multiple of ALIGNMENT."""
     V, C = weight.shape
     rows = V + (-V % ALIGNMENT if weight.is_cuda else 0)
     if rows == V:
@@ -97,9 +97,9 @@ def _cross_entropy_(
     differentiable: bool,
     use_triton: bool,
 ) -> None:
-    """Write each row's loss and hit, and where gradients are wanted that of the logits over them.
+    """Write each row's loss and hit; if `differentiable`, overwrite the logits by their gradient.
 
-    Logits from column V on are no tokens'; their gradient is 0.
+    Columns from V on are padding; their gradient is 0.
     """
     if use_triton:
         from mezzo_core.ops.linear_cross_entropy.triton.cross_entropy import cross_entropy_
@@ -113,7 +113,7 @@ def _cross_entropy_(
     losses.copy_(torch.where(counts, lse - real.gather(1, index)[:, 0], 0))
     hits.copy_((real.argmax(1) == index[:, 0]) & counts)
     if differentiable:
-        p = real.sub_(lse[:, None]).exp_()  # in place: of the logits, or of their wider copy
+        p = real.sub_(lse[:, None]).exp_()  # overwrites the logits, or their wider copy
         p.scatter_add_(1, index, -torch.ones_like(index, dtype=p.dtype))
         logits[:, :V] = p.masked_fill_(~counts[:, None], 0)
         logits[:, V:] = 0

@@ -1,4 +1,4 @@
-"""The chunked form as an op that PyTorch knows: shapes for tracing, and gradients."""
+"""The chunked form as a registered op, with its fake and its gradient."""
 
 from typing import Any
 
@@ -45,9 +45,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     parts = chunked.Parts(*output)
     ctx.dtypes = x.dtype, weight.dtype
     ctx.mark_non_differentiable(parts.hits, parts.dx, parts.dweight)
-    # The backward needs no inputs, but by those that are saved `register_gradient` knows that its
-    # gradients depend on them, and refuses a second one, which would silently be zero. The weight
-    # takes no memory. Nobody else keeps x, so it is saved only where the weight does not tell.
+    # The backward needs no inputs. They are saved only so that `register_gradient` refuses a second
+    # gradient, which would silently be zero. The weight is enough if it requires gradients, and
+    # saving it takes no memory; x, which nobody else keeps, would.
     is_enough = weight.requires_grad and not in_transform()
     ctx.save_for_backward(parts.dx, parts.dweight, weight, None if is_enough else x)
 

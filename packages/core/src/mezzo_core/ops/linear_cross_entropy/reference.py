@@ -14,8 +14,8 @@ def linear_cross_entropy_fwd(
     Args:
         x: (N, C).
         weight: W, (V, C).
-        targets: (N,) int64, in [0, V); those that are `ignore_index` do not count.
-        ignore_index: as said.
+        targets: (N,) int64, in [0, V), or `ignore_index`.
+        ignore_index: the target that does not count.
 
     Returns:
         The loss in nats, a float32 scalar (float64 for float64 inputs), and the hits (N,), bool.

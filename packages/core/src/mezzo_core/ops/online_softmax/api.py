@@ -1,4 +1,4 @@
-"""Merging partial softmaxes, in PyTorch. `triton` has the same for kernels."""
+"""Merges partial softmaxes in PyTorch; `triton.py` has the same for kernels."""
 
 from collections.abc import Sequence
 from functools import reduce
@@ -16,14 +16,14 @@ def merge(
 ) -> tuple[Float[Tensor, "*rows V"], Float[Tensor, "*rows"]]:
     """Merge attention over several sets of keys into attention over all of them.
 
-    Part i attends to keys of its own: lse_i is the log of the sum of its exponentials, and out_i is
-    its weighted mean of values. Then
+    Part i attends to its own set of keys: lse_i is its log-sum-exp, and out_i its weighted mean of
+    values. Then
 
         lse = log sum_i exp(lse_i)
         out = sum_i exp(lse_i - lse) out_i
 
-    `attention(..., return_lse=True)` gives such parts. Differentiable in all of them. A part
-    without keys has lse -inf, and its out counts as 0, whatever it is. A NaN stays in its row.
+    `attention(..., return_lse=True)` returns such parts. Differentiable in all of them. A part
+    without keys has lse -inf, and its out is ignored. A NaN stays in its row.
 
     Args:
         outs: the parts' outputs, each (..., V), in any floating-point dtype.

@@ -12,8 +12,8 @@ def add_scores(b_acc, b_m, b_l, b_s, scale2):
 
     Args:
         b_acc: (BM, V) sum of weighted values so far.
-        b_m: (BM,) largest scaled score so far, at first -inf. Here or in the tile, each query must
-            have one that is finite.
+        b_m: (BM,) largest scaled score so far, at first -inf. Each query must have a finite score,
+            here or in the tile.
         b_l: (BM,) sum of weights so far.
         b_s: (BM, BN) scores; -inf hides a key.
         scale2: positive factor of the scores. It is applied after the maximum, so it costs no

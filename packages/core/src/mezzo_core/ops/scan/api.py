@@ -1,4 +1,4 @@
-"""The public linear scan: it checks its arguments and chooses an implementation."""
+"""The public op `linear_scan`: argument checks and dispatch."""
 
 import math
 from typing import NamedTuple
@@ -31,13 +31,13 @@ def linear_scan(
     cu_seqlens: Int[Tensor, "borders"] | None = None,
     impl: Impl = "auto",
 ) -> ScanOutput:
-    """Compute h[t] = a[t] ⊙ h[t-1] + x[t]: a state that decays, and to which tokens add.
+    """Compute h[t] = a[t] ⊙ h[t-1] + x[t]: the state decays by a, and each token adds x.
 
     Accumulates in float32 (float64 for float64), so rounding does not grow with T. Differentiable
     in `a`, `x` and `initial_state`, through both results, but only once: there is no double
     backward. With a chunk_size it is the recurrence inside RAT's chunks (equation 3 of the RAT
     paper). A NaN reaches only later tokens of its own sequence; the Triton form may carry it past
-    the start of a chunk. Decays in log space, g, are given as `g.exp()`.
+    the start of a chunk. For decays in log space, pass `g.exp()`.
 
     Args:
         a: (B, T, *) decays: any real numbers, in any floating-point dtype. An axis of 1 after T is
@@ -48,8 +48,7 @@ def linear_scan(
             Chunks are counted from the start of each packed sequence; its last may be short. None:
             one chunk.
         cu_seqlens: (S + 1,) int32 or int64 borders of S sequences packed in one row (B = 1). They
-            start at 0, end at T and never decrease. Their values are checked on the CPU only: on a
-            GPU the check would wait for the stream.
+            start at 0, end at T and never decrease. Their values are checked on the CPU only.
         impl: "auto", "reference" or "triton".
 
     Returns:

@@ -1,11 +1,11 @@
-"""The linear scan by doubling, for ONNX: few steps of plain operations, for texts of any length."""
+"""The linear scan by doubling, for ONNX: log2(T) steps of plain operations, for any T."""
 
 import torch
 from torch import Tensor
 
 from mezzo_core.ops.precision import accumulation_dtype
 
-_LONGEST = 2**31  # tokens of a text whose length has no bound
+_LONGEST = 2**31  # the most tokens, if T is symbolic
 
 
 def doubling_scan(
@@ -16,9 +16,9 @@ def doubling_scan(
     chunk_size: int,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
-    """Do what the registered op does: h (B, T, D) and the last states, of rows that are not packed.
+    """Return h (B, T, D) and the last states, as the registered op does for unpacked rows.
 
-    After the step of width d, each h is the sum over its last 2d tokens.
+    After the step of width d, each h is the decayed sum over its last 2d tokens.
     """
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
 
@@ -40,6 +40,6 @@ def doubling_scan(
 
 
 def _later(x: Tensor, width: int) -> Tensor:
-    """Move x (B, T, D) back by `width` tokens, after zeros."""
+    """Shift x (B, T, D) to later tokens by `width`, with zeros before it."""
     source = torch.arange(x.shape[1], device=x.device) - width
     return x[:, source.clamp(min=0)].masked_fill((source < 0)[:, None], 0)

@@ -86,9 +86,9 @@ def _sequences(num_tokens: int, cu_seqlens: Tensor | None) -> Iterator[tuple[sli
 
 
 def _steps(rows: Tensor, chunk_size: int) -> Iterator[tuple[Tensor, ...]]:
-    """Yield tuples of views, one view a time step: first of all full chunks, then of the short one.
+    """Yield a tuple of views for all N full chunks, then one for the short last chunk.
 
-    A view of the full chunks is (B, N, D), one of the short chunk (B, D).
+    Each tuple has one view for each time step, (B, N, D) or for the short chunk (B, D).
     """
     length = rows.shape[1]
     full = length - length % chunk_size if chunk_size else 0

@@ -1,10 +1,10 @@
 """The linear scan on a GPU: one pass over memory forward, one backward.
 
-A program owns BD channels of one row, of one packed sequence, or of a span of whole chunks (chunks
-are independent). It walks through time in tiles of BT tokens and holds the state in registers.
-Chunk starts and initial states are applied while a tile is read, so they cost no memory traffic.
-A program has one warp, whose lanes cover the channels. So each thread has all tokens of its
-channels, and scanning a tile needs no shuffle.
+A program owns BD channels of one row, of one packed sequence, or of a span of whole chunks, which
+are independent of each other. It walks through time in tiles of BT tokens and holds the state in
+registers. Chunk starts and initial states are applied while a tile is read, so they cost no memory
+traffic. A program has one warp, whose lanes cover the channels. So each thread has all tokens of
+its channels, and scanning a tile needs no shuffle.
 """
 
 import torch
@@ -16,13 +16,13 @@ from mezzo_core.ops.launch import launch
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 
-# About how many tokens a span has: enough to be worth starting a program.
+# A span has about this many tokens: enough to be worth starting a program.
 SPAN = 256
 
 
 @triton.jit
 def combine(a_left, h_left, a_right, h_right):
-    """Compose two steps h -> a h + x, the left one first: for `tl.associative_scan`."""
+    """Compose two steps h -> a h + x, the left one first, for `tl.associative_scan`."""
     return a_left * a_right, h_left * a_right + h_right
 
 
@@ -185,11 +185,10 @@ def _channels_last(t: Tensor) -> Tensor:
 
 
 def _launch(x: Tensor, num_states: int, chunk_size: int, *, packed: bool) -> tuple[tuple, dict]:
-    """Choose the tiles, with 16 bytes a token for each lane of the one warp, and the spans."""
+    """Choose the tiles and spans; each lane of the warp loads 16 bytes of a token."""
     T, D = x.shape[1:]
     BD = min(next_power_of_2(D), 32 * 16 // x.element_size())
-    # Where the chunks of packed sequences begin is known on the GPU only, so each sequence is one
-    # span.
+    # Only the GPU knows where the chunks of packed sequences begin, so each sequence is one span.
     L = chunk_size if chunk_size < T else 0
     split = L > 0 and not packed
     span = L * ceil_div(SPAN, L) if split else max(T, 1)

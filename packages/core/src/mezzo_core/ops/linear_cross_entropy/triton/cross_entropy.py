@@ -1,4 +1,4 @@
-"""Rows of logits become their losses and, in place, the losses' gradients."""
+"""Computes the loss of each row of logits and, in place, the gradient of the logits."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from mezzo_core.ops.triton import exp
 
 BLOCK = 4096
 LOWEST = tl.constexpr(-2e38)
-"""Stands for -inf, as the difference of two infinities would be NaN."""
+"""In place of -inf, because the difference of two infinities is NaN."""
 
 
 def cross_entropy_(
@@ -21,10 +21,10 @@ def cross_entropy_(
     hits: Tensor,
     differentiable: bool,
 ) -> None:
-    """Write each row's loss and hit; if `differentiable`, its gradient over the logits.
+    """Write each row's loss and hit; if `differentiable`, overwrite the logits by their gradient.
 
     Args:
-        logits: (N, W), contiguous; columns from V on are no tokens', and get a gradient of 0.
+        logits: (N, W), contiguous; columns from V on are padding, and get a gradient of 0.
         V: the vocabulary's size.
         targets: (N,) int64.
         ignore_index: the target that does not count.
@@ -44,10 +44,10 @@ def cross_entropy_(
 
 @triton.jit
 def add_columns(x, o, b_max, b_first, b_sum):
-    """Add logits x of columns o to the largest logit of each lane, its place, and the sum.
+    """Add logits x of columns o to each lane's running maximum, its column, and sum exp(x - max).
 
-    The sum is that of exp(x - b_max). One exponential is enough: the smaller of the two logits has
-    this factor, and the other one has 1.
+    One exponential is enough: of the new logit and the old maximum, the smaller one is weighted by
+    it and the larger one by 1.
     """
     factor = exp(-tl.abs(x - b_max))
     is_larger = x > b_max
@@ -62,7 +62,7 @@ def cross_entropy_kernel(
 ):  # fmt: skip
     """One program a row: a pass for its maximum and sum, a second one for its gradient.
 
-    It is the instructions that take the time, so that only the last block has a mask.
+    Instructions limit the speed, not memory, so only the last block has a mask.
     """
     i = tl.program_id(0)
     p_row = logits + i.to(tl.int64) * W
@@ -97,5 +97,5 @@ def cross_entropy_kernel(
             x = tl.load(p_row + o, mask=o < V, other=float("-inf")).to(tl.float32)
             p = tl.where(counts, exp(x - lse), 0.0)
             tl.store(p_row + o, p.to(dtype), mask=o < W)
-        tl.debug_barrier()  # the target's column has been written before it is written again
+        tl.debug_barrier()  # the loop's write of the target's column comes before the next one
         tl.store(p_row + target, (exp(own - lse) - 1.0).to(dtype), mask=counts)
