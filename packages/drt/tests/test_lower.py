@@ -34,7 +34,7 @@ def test_the_default_is_window_attention_under_the_same_names():
     [
         ((WINDOW,), ValueError, "lower must have one mixer for each of 2 lower layers, or none"),
         ((WINDOW, MLPConfig()), TypeError, "MLPConfig builds no mixer"),
-        ((WINDOW, FetchingConfig()), TypeError, r"lower\[1\] must need no work of the host"),
+        ((WINDOW, FetchingConfig()), TypeError, r"lower\[1\] must not override before_step"),
     ],
 )
 def test_other_lower_layers_are_refused_in_one_line(lower, error, says):

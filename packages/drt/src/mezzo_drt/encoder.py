@@ -1,4 +1,4 @@
-"""The chunk encoder: from the lower layers' outputs of a chunk to what later chunks read of it."""
+"""The chunk encoder: turns the lower layers' outputs of a chunk into keys and values to read."""
 
 from collections.abc import Iterable
 
@@ -20,8 +20,8 @@ ROPE_BASE = 10_000.0
 class ChunkEncoder(nn.Module):
     """Bidirectional layers over each chunk alone, its landmark included (section 3.1).
 
-    The landmark's output becomes the chunk's key of retrieval, that of the tokens their keys and
-    values.
+    The output at the landmark becomes the chunk's key for retrieval; the outputs at tokens become
+    their keys and values.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class ChunkEncoder(nn.Module):
         Args:
             d_model: C.
             head_dim: D.
-            num_layers: of them; 0 leaves the norm of the inputs and the last norm.
+            num_layers: 0 keeps only the norm of the inputs and the last norm.
             hidden: width of the MLPs, see `MLPConfig`.
-            key: "projected" for Wl l, "landmark" for l, or "mean" for the normalized mean of the
-                chunk's lower outputs, from which no gradient flows.
+            key: the key for retrieval. "projected" is Wl l of the landmark's output l, "landmark"
+                is l, "mean" the normalized mean of the chunk's lower outputs, without a gradient.
             norm_eps: epsilon of the norm of the inputs; that of the others is NORM_EPS.
         """
         super().__init__()

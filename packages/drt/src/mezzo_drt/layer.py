@@ -58,17 +58,18 @@ class UpperLayer(nn.Module):
     ) -> tuple[Tensor, KVCache | None]:
         """Map (B, P, C) to (B, P, C).
 
-        Each tensor that needs a gradient is an argument: reentrant checkpoints see no others.
+        Each tensor that needs a gradient is an argument of its own: reentrant checkpoints look into
+        no named tuples.
 
         Args:
             x: the residual stream at all places of the call.
             cache: of the window attention, before the call.
-            k: of `Memory`, the chunks that may be read.
+            k: the field of `Memory`: the chunks that may be read.
             v: likewise.
-            indices: of `Reads`, what each of the N chunks of the grid reads.
+            indices: the field of `Reads`: what each of the N chunks of the grid reads.
             weights: likewise.
             places: of the call.
-            readers: who reads each chunk, if layers share their lists.
+            readers: who reads each chunk, if layers share these lists.
         """
         mixed, cache = self.attention(
             self.attention_norm(x), cache, cu_seqlens=places.cu_seqlens, lengths=places.lengths
@@ -79,17 +80,17 @@ class UpperLayer(nn.Module):
         return self._finish(u, places.from_chunks(read)), cache
 
     def step(self, x: Tensor, cache: KVCache, memory: Memory, reads: Reads) -> Tensor:
-        """Run one place of every row, (B, 1, C), which reads (B, 1, R); overwrites the cache."""
+        """Run one place of every row, (B, 1, C), overwriting the cache; `reads` are (B, 1, R)."""
         u = x + self.attention.step(self.attention_norm(x), cache)
         q = self.wq(self.cross_norm(u))[:, None]
         return self._finish(u, self._read(q, memory.k, memory.v, reads)[:, 0])
 
     def flops(self, num_tokens: int, chunk_size: int, num_retrieved: int) -> float:
-        """Return the FLOPs of all places of so many tokens, in chunks of L that read up to R."""
+        """Return the FLOPs of a sequence, in chunks of L that read up to R chunks each."""
         L, R = chunk_size, num_retrieved
         N, rest = divmod(num_tokens, L)
         places, older = num_tokens + N, max(N - 1, 0)
-        few = min(older, R)  # a chunk reads up to R of those before the last one
+        few = min(older, R)  # a chunk reads up to R chunks, but not the one just before it
         reads = (L + 1) * (few * (few - 1) // 2 + R * (older - few)) + rest * few
         weights = num_weights([self.wq, self.wo, self.mlp])
         attention = self.attention.flops_per_token(places) * places
@@ -98,7 +99,7 @@ class UpperLayer(nn.Module):
     def _read(
         self, q: Tensor, k: Tensor, v: Tensor, reads: Reads, readers: Readers | None = None
     ) -> Tensor:
-        """Attend to the chunks that are read, (B, N, M, C) to (B, N, M, C)."""
+        """Attend to the retrieved chunks, (B, N, M, C) to (B, N, M, C)."""
         if k.shape[1] == 0:  # no chunk is complete
             return q.new_zeros(q.shape)
         heads = q.unflatten(-1, (-1, k.shape[-1])).to(k.dtype)

@@ -1,4 +1,4 @@
-"""The lower half: window attention as the paper has it, or the mixers of any package."""
+"""The lower half: window attention as in the paper, or mixers of any package."""
 
 from collections.abc import Sequence
 from itertools import repeat
@@ -20,7 +20,7 @@ class LowerLayers(nn.ModuleList):
     """Blocks, one after another, which run over the landmarks too.
 
     Attributes:
-        num_mixers: how many layers have a mixer of their own instead of the window: all or none.
+        num_mixers: how many layers have a mixer other than window attention: all or none.
     """
 
     def __init__(
@@ -35,22 +35,23 @@ class LowerLayers(nn.ModuleList):
         """Create the blocks.
 
         Raises:
-            ValueError: if the mixers are not one a layer or none, or one refuses the width.
-            TypeError: if one of `mixers` builds no mixer, or one with a `before_step` of its own.
+            ValueError: if the number of mixers is not that of layers or 0, or one refuses the
+                width.
+            TypeError: if one of `mixers` builds no mixer, or one that overrides `before_step`.
         """
         if len(mixers) not in (0, num_layers):
             raise ValueError(
                 f"lower must have one mixer for each of {num_layers} lower layers, or none, "
                 f"got {len(mixers)}"
             )
-        each = mixers or repeat(window, num_layers)  # no list: a file may ask for 10^9 layers
+        each = mixers or repeat(window, num_layers)  # not a list: a file may ask for 10^9 layers
         super().__init__(MixerBlockConfig(mixer, mlp, norm_eps).build(d_model) for mixer in each)
         self.num_mixers = len(mixers)
         for i, block in enumerate(self.blocks):
             if type(block.mixer).before_step is not AbstractMixer.before_step:
                 raise TypeError(
-                    f"lower[{i}] must need no work of the host before a step, because a landmark "
-                    f"is a step within a step, got {type(mixers[i]).__name__}"
+                    f"lower[{i}] must not override before_step, because landmarks are steps that "
+                    f"run inside before_step, got {type(mixers[i]).__name__}"
                 )
 
     @property
@@ -59,7 +60,7 @@ class LowerLayers(nn.ModuleList):
         return cast(Sequence[Block], tuple(self))
 
     def forward(self, h: Tensor, states: Sequence[Any], places: Places) -> tuple[Tensor, list[Any]]:
-        """Map the stream at all places of a call, (B, P, C) to (B, P, C)."""
+        """Map the residual stream at all places of a call, (B, P, C) to (B, P, C)."""
         after = []
         for block, state in zip(self.blocks, states, strict=True):
             h, new = block(h, state, cu_seqlens=places.cu_seqlens, lengths=places.lengths)
@@ -79,8 +80,9 @@ class LowerLayers(nn.ModuleList):
     def put_back_(self, states: Sequence[Any], kept: Sequence[Any], rows: Tensor) -> None:
         """Undo the last step in the rows (B,) bool.
 
-        The next step overwrites the slot of a window that this one wrote, so its length is all that
-        must go back: in a full ring, that slot has left the window by then. Other states were kept.
+        For window attention it is enough to set its lengths back: the next step overwrites the slot
+        that this one wrote, and in a full ring the token that was there has left the window anyway.
+        The states of other mixers are restored from `kept`.
         """
         for now, old in zip(tree_leaves(states[: self.num_mixers]), tree_leaves(kept), strict=True):
             now.copy_(torch.where(rows.view(-1, *[1] * (now.ndim - 1)), old, now))

@@ -1,8 +1,8 @@
-"""Where tokens and landmarks stand: L tokens and then a landmark, so L + 1 places a chunk.
+"""Where tokens and landmarks stand: a chunk is L tokens and then a landmark, L + 1 places.
 
-A *place* counts tokens and landmarks alike: token t of a sequence stands at place t + t // L, and
-chunk n has the places from n (L + 1) on. Layers run over places. What reads by chunks needs whole
-chunks, so the places of a call are also laid out on a grid of N chunks of L + 1 places each.
+A *place* counts tokens and landmarks alike: token t of a sequence is at place t + t // L, and chunk
+n begins at place n (L + 1). Layers run over places. Encoder and cross-attention need whole chunks,
+so the places of a call are also laid out on a grid of N chunks of L + 1 places each.
 """
 
 from typing import NamedTuple
@@ -22,14 +22,14 @@ class Places(NamedTuple):
         num_chunks: N.
         num_places: P.
         lo: (B or 1, N), for each chunk of the grid the first chunk that the chunk after it may
-            read. Chunks are counted as the memory counts them.
+            read. Chunks are numbered as in the memory.
         hi: likewise, one more than the last; `hi <= lo` if there is none.
-        source: (B or 1, P), which token stands at each place; T for a landmark, T + 1 for padding.
-            None if every row begins with a chunk and is cut regularly.
+        source: (B or 1, P), which token is at each place; T for a landmark, T + 1 for padding. None
+            if every row begins with a chunk, so that all places are regular.
         tokens: (B or 1, T), the place of each token; None likewise.
-        shift: the first place's place in its chunk, if all rows have the same.
-        shifts: (B,), the same for rows that differ; None if they do not.
-        cu_seqlens: borders of packed sequences, in places; padding comes last, as a sequence.
+        shift: where in a chunk the first place is, if this is the same in all rows.
+        shifts: (B,), the same if rows differ, else None.
+        cu_seqlens: borders of packed sequences, in places; padding is one more sequence at the end.
         lengths: (B,), the real places of each row; None if all are real, or it does not matter.
     """
 
@@ -47,18 +47,13 @@ class Places(NamedTuple):
     lengths: Tensor | None = None
 
     def spread(self, x: Tensor, landmark: Tensor) -> Tensor:
-        """Put landmarks between tokens, and zeros into padding: (B, T, C) to (B, P, C).
-
-        Args:
-            x: the tokens.
-            landmark: (1, C).
-        """
+        """Put landmarks (1, C) between tokens, and zeros into padding: (B, T, C) to (B, P, C)."""
         landmark = landmark.to(x.dtype)
         if self.source is None:
             N, L = self.num_chunks, self.chunk_size
             chunks = F.pad(x, (0, 0, 0, N * L - self.num_tokens)).unflatten(1, (N, L))
             return torch.cat([chunks, landmark.expand(x.shape[0], N, -1, -1)], 2).flatten(1, 2)
-        # All landmarks by one `where`, whose gradient is a sum: that of a gather uses atomics.
+        # Insert landmarks by `where`: its gradient is a sum, while that of a gather uses atomics.
         tokens = take(F.pad(x, (0, 0, 0, 2)), self.source)
         return torch.where((self.source == self.num_tokens)[..., None], landmark, tokens)
 
@@ -72,7 +67,7 @@ class Places(NamedTuple):
     def to_chunks(self, x: Tensor) -> Tensor:
         """Lay places out on the grid: (B, P, ...) to (B, N, L + 1, ...).
 
-        Places of the grid that the call does not have hold something finite if x does.
+        Places of the grid that are not in the call get any values of x, or zeros.
         """
         size = self.num_chunks * (self.chunk_size + 1)
         if self.shifts is not None:
@@ -92,7 +87,7 @@ class Places(NamedTuple):
         return take(x, index.clamp(max=x.shape[1] - 1))
 
     def from_chunk(self, n: int) -> "Places":
-        """Return the places from chunk n of the grid on; all rows stand at the same place of it.
+        """Return the places from chunk n of the grid on, for rows with the same `shift`.
 
         Earlier tokens get a negative place.
         """
@@ -108,9 +103,9 @@ class Places(NamedTuple):
         )
 
     def landmarks(self, x: Tensor) -> Tensor:
-        """Take the place of each chunk's landmark: (B, P, C) to (B, N, C).
+        """Take each chunk's landmark: (B, P, C) to (B, N, C).
 
-        For a chunk whose landmark is not in the call this is another place, or 0.
+        A chunk whose landmark is not in the call gets another place, or 0.
         """
         return self.to_chunks(x)[:, :, -1]
 
@@ -124,9 +119,9 @@ def take(x: Tensor, index: Tensor) -> Tensor:
 
 
 def whole_places(num_tokens: int, chunk_size: int, device: torch.device) -> Places:
-    """Return the places of rows that begin at a sequence's first token; the last chunk is padded.
+    """Return the places of rows that begin at a sequence's first token.
 
-    Padding comes after all tokens, so causality hides it.
+    The last chunk is padded; causality hides the padding, as it comes after all tokens.
     """
     N = -(-num_tokens // chunk_size)
     hi = torch.arange(N, device=device)[None]
@@ -134,12 +129,12 @@ def whole_places(num_tokens: int, chunk_size: int, device: torch.device) -> Plac
 
 
 class PackedChunks(NamedTuple):
-    """How T tokens of S packed sequences lie in chunks: each sequence begins with a chunk."""
+    """How T tokens of S packed sequences are cut into chunks: each sequence begins a new chunk."""
 
     num_chunks: int
-    """Enough for any borders, which nobody reads: those that are left over have no sequence."""
+    """Enough for any borders, since these are not read; chunks left over belong to no sequence."""
     starts: Tensor
-    """(S + 1,), the first chunk of each sequence; lastly how many chunks are used."""
+    """(S + 1,), the first chunk of each sequence; the last entry is the number of used chunks."""
     chunk: Tensor
     """(T,), the chunk of each token."""
     offset: Tensor
@@ -169,27 +164,29 @@ def packed_places(num_tokens: int, chunk_size: int, cu_seqlens: Tensor) -> Place
     source = torch.full((N * (L + 1),), T + 1, device=cu_seqlens.device)
     source[L :: L + 1] = T
     source = source.scatter(0, place_of, torch.arange(T, device=cu_seqlens.device))
-    # Reader n + 1 must be of the sequence of chunk n, and reads from its first chunk up to n - 1.
+    # Chunk n + 1 reads chunks of its own sequence, from the first one to chunk n - 1.
     readers = torch.arange(1, N + 1, device=cu_seqlens.device)
     return Places(
         L, T, N, N * (L + 1), chunks.first(readers)[None], readers[None] - 1,
         source[None], place_of[None],
-        # Not by `pad`: compiled, its value is a constant, so each number of sequences had a graph.
+        # Not by `pad`: torch.compile takes its value for a constant, and would compile a graph for
+        # each number of sequences.
         cu_seqlens=torch.cat([starts * (L + 1), starts.new_full((1,), N * (L + 1))]),
     )  # fmt: skip
 
 
 class Continued(NamedTuple):
-    """The places of a call that goes on from a state, and what it does to the memory of chunks.
+    """The places of a call that goes on from a state, and how many chunks it completes.
 
     Attributes:
         places: of the call.
         before: (B,), how many chunks of each row were complete.
         done: (B,), how many the call completes. The next call begins in this chunk of the grid.
-        num_before: the same number if all rows have as many, else None.
-        num_after: how many chunks the row that has most of them has after the call.
+        num_before: the value of `before` if all rows have the same, else None.
+        num_after: the most complete chunks of a row after the call.
         num_done: the most chunks that the call completes in a row.
-        writes_at: `before` of the rows that complete chunks, if all of these have the same.
+        writes_at: the value of `before` if it is the same in all rows that complete chunks, else
+            None.
     """
 
     places: Places
@@ -201,11 +198,12 @@ class Continued(NamedTuple):
     writes_at: int | None
 
     def first_needed(self, num_layers: int, window_size: int) -> int:
-        """Return the first chunk of the grid whose places upper layers need for the last output.
+        """Return the first chunk of the grid that upper layers must run over for the last output.
 
-        An upper layer's output is exact where all of its window of W places is, and the landmark
-        before its chunk: at most max(W, L + 1) places behind where its input is exact. And the last
-        landmark must be among the places. Rows that stand at different places need all.
+        If they start at a chunk, the first outputs are wrong, as earlier places are missing. Each
+        layer's output is exact max(W, L + 1) places after its input is: it needs the W places of
+        the window, and the landmark before the chunk. The last landmark must be exact too. Rows
+        that stand at different places need all chunks.
         """
         places, M = self.places, self.places.chunk_size + 1
         if self.num_before is None or places.shifts is not None or places.lengths is not None:
@@ -224,8 +222,9 @@ def continued_places(
 ) -> Continued:
     """Return the places of the next segment of each row.
 
-    A chunk's landmark comes with its last token; one that a step has left out comes first. Rows
-    may stand at different places in their chunks. The call waits for a GPU once, to read where.
+    A chunk's landmark comes with its last token; a landmark that a step has left for later comes
+    first. Rows may stand at different places in their chunks. The call waits for a GPU once, to
+    read these.
 
     Args:
         start: (B,), the places before the segment.
@@ -268,7 +267,7 @@ def _largest(values: Tensor) -> int:
 
 
 def _same(values: Tensor) -> int | None:
-    """Return the value that all of them have, or None; 0 if there are none."""
+    """Return the value if all are equal, else None; 0 if there are none."""
     if values.numel() == 0:
         return 0
     return int(values[0]) if bool((values == values[0]).all()) else None

@@ -1,4 +1,4 @@
-"""What landmarks ask for: a query for each group of upper layers, and what it retrieves."""
+"""The queries of landmarks, one for each group of upper layers, and retrieval by them."""
 
 from mezzo_core.nn.linear import Linear
 from torch import Tensor, nn
@@ -7,13 +7,13 @@ from mezzo_drt.retrieval import Reads, retrieve
 
 
 class Queries(nn.ModuleList):
-    """Makes queries of the states that landmarks have where a group begins, and retrieves by them.
+    """Turns the states of landmarks at the beginning of a group into queries, and retrieves.
 
     Attributes:
         num_retrieved: R, the chunks that a chunk reads.
-        gumbel_noise: whether training explores by noise on the scores.
+        gumbel_noise: whether training adds noise to the scores, to explore.
         is_random: whether chunks are chosen at random.
-        is_fixed: whether a chunk asks by its own key, with no weights to learn.
+        is_fixed: whether a chunk's query is its own key, without weights to learn.
     """
 
     def __init__(
@@ -39,15 +39,10 @@ class Queries(nn.ModuleList):
     def retrieve(
         self, group: int, h: Tensor, own: Tensor, keys: Tensor, lo: Tensor, hi: Tensor
     ) -> Reads:
-        """Retrieve for the chunks after N others.
+        """Retrieve for the chunk after each of N chunks; `keys`, `lo` and `hi` as in `retrieve`.
 
-        Args:
-            group: its number.
-            h: (B, N, C), the states of the others' landmarks, where the group begins.
-            own: (B, N, C), the others' keys.
-            keys: as in `retrieve`.
-            lo: as in `retrieve`.
-            hi: as in `retrieve`.
+        `h` (B, N, C) are the states of the N chunks' landmarks where group number `group` begins,
+        `own` (B, N, C) their keys.
         """
         return retrieve(
             own if self.is_fixed else self[group](h), keys, lo, hi, self.num_retrieved,

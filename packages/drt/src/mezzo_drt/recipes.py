@@ -10,9 +10,9 @@ recipe, call `dataclasses.replace(RECIPES[name](), ...)`.
 | 128m_pg19, 128m_math  | C 768, 12 layers   | PG19, arXiv; GPT-2 tokens  | 16K | 512, 64, 8 |
 | 350m_pg19, 350m_math  | C 1024, 24 layers  | the same                   | 16K | 512, 64, 8 |
 
-The last two rows are the paper's (section 4.1 and appendix A). It does not print the shape of its
-350M models; ours is the usual one of this size. Sizes are those of the plain model: DRT has the
-encoder and the cross-attention besides.
+The last two rows are the paper's (section 4.1 and appendix A). It does not give the shape of its
+350M models; ours is a common one for this size. Sizes are those of the plain model; DRT adds the
+encoder and the cross-attention.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,14 +32,14 @@ class Hyperparameters(AbstractHyperparameters):
     """The hyperparameters that all architectures of one comparison share.
 
     Attributes:
-        drt: the stack of DRT with one group, whose layers and widths the others take too.
+        drt: the stack of DRT with one group; the other architectures have its layers and widths.
     """
 
     drt: DRTConfig
 
 
 def tiny() -> Hyperparameters:
-    """A third of a million weights: trains in a minute on a laptop and needs no network."""
+    """A third of a million weights: trains in a minute on a laptop, without network."""
     return Hyperparameters(
         vocab_size=257,
         d_model=64,
@@ -64,8 +64,8 @@ def tiny() -> Hyperparameters:
 def small() -> Hyperparameters:
     """15M weights in the plain model's layers: for one GPU. The schedule is the paper's.
 
-    Landmarks are compared without projections, as by the paper's released code: with them, scores
-    grow with the residual stream, and nothing bounds them.
+    Landmarks are compared without projections, as in the paper's released code: with projections,
+    scores grow with the residual stream, without bound.
     """
     return Hyperparameters(
         vocab_size=50_257,
@@ -111,7 +111,7 @@ OPTIM = OptimConfig(
 """The paper's (appendix A)."""
 PG19 = "hub:emozilla/pg19"
 PROOF_PILE = "hub:hoskinson-center/proof-pile"
-"""The corpus of which arXiv-math is the larger part. A copy of that part goes to `--data`."""
+"""This corpus consists mostly of arXiv-math. A copy of that part alone can be given by `--data`."""
 _128M = partial(paper, 12, 768, 2048)
 _350M = partial(paper, 24, 1024, 2816)
 SIZES: Mapping[str, Callable[[], Hyperparameters]] = {
@@ -125,17 +125,17 @@ SIZES: Mapping[str, Callable[[], Hyperparameters]] = {
 
 
 def base(s: Hyperparameters) -> LMConfig:
-    """Return BaseLM: the plain layers of the same window."""
+    """Return BaseLM: plain layers with the same window."""
     return plain(s, s.drt.num_layers, s.drt.window_size)
 
 
 def base_wide(s: Hyperparameters) -> LMConfig:
-    """Return BaseLM with DRT's attention field in as many layers (768 in the paper)."""
+    """Return BaseLM with as many layers and DRT's attention field (window 768 in the paper)."""
     return plain(s, s.drt.num_layers, attention_field(s.drt) // s.drt.num_layers)
 
 
 def base_deep(s: Hyperparameters) -> LMConfig:
-    """Return BaseLM with DRT's attention field in two layers more (658 in the paper)."""
+    """Return BaseLM with two more layers and DRT's attention field (window 658 in the paper)."""
     num_layers = s.drt.num_layers + 2
     return plain(s, num_layers, attention_field(s.drt) // num_layers)
 
@@ -147,7 +147,7 @@ def attention_field(drt: DRTConfig) -> int:
 
 
 def plain(s: Hyperparameters, num_layers: int, window_size: int) -> LMConfig:
-    """Return a model of layers such as DRT's lower ones."""
+    """Return a model of layers like DRT's lower ones."""
     drt = s.drt
     attention = AttentionConfig(drt.head_dim, window_size=window_size, rope_base=None, alibi="olmo")
     return LMConfig(
@@ -175,8 +175,8 @@ ARCHITECTURES: Mapping[str, Callable[[Hyperparameters], LMConfig]] = {
     "random": partial(with_changes, retriever="random"),
     "fixed": partial(with_changes, retriever="fixed"),
 }
-"""`drt1` and `drt2` retrieve once and twice. The others are ablations of `drt1`: without noise in
-training, chunks at random, and chunks by a similarity of its lower outputs that is not learned."""
+"""`drt1` and `drt2` retrieve once and twice. The last three are ablations of `drt1`: no noise in
+training, random chunks, and chunks chosen by a similarity of lower outputs that is not learned."""
 PAPER_NAMES = {
     "base": "BaseLM (sliding window + ALiBi)",
     "base_wide": "BaseLM (sliding window + ALiBi), window 768",

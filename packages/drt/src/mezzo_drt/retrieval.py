@@ -1,4 +1,4 @@
-"""Retrieval: which past chunks the tokens of a chunk read, and by which weights (section 3.1)."""
+"""Retrieval: chooses the past chunks that a chunk reads, and their weights (section 3.1)."""
 
 from typing import NamedTuple
 
@@ -51,13 +51,13 @@ def retrieve(
         lo: (B or 1, N), the first chunk that each may read.
         hi: (B or 1, N), one more than the last; `hi <= lo` for nothing.
         num_retrieved: R.
-        noise: choose by r + Gumbel noise (of torch's global generator), so that each set of chunks
-            is drawn without replacement by the probabilities exp(r). The weights do not change.
-        random_group: if given, choose without r: at random with `noise`, else by fixed random
-            numbers, others in each group. Then they depend only on how many chunks may be read, so
-            that a sequence has the same in any segmentation.
-        ties: whether equal keys are likely. Their scores are then equal too, in any segmentation,
-            and of equal scores that of the earliest chunk is taken first. This takes longer.
+        noise: choose by r + Gumbel noise (of torch's global generator): this samples chunks without
+            replacement, with probabilities proportional to exp(r). The weights do not change.
+        random_group: if given, ignore r when choosing: with `noise` choose at random, else by fixed
+            pseudo-random numbers, different for each group. The numbers depend only on how many
+            chunks may be read, so they are the same in any segmentation of a sequence.
+        ties: whether equal keys are likely. Equal keys then get equal scores in any segmentation,
+            and of equal scores the earliest chunk is taken. This takes longer.
     """
     lo, hi = (x.expand(queries.shape[0], -1) for x in (lo, hi))
     with torch.no_grad():
@@ -66,7 +66,7 @@ def retrieve(
 
 
 def after_first(found: Reads, first: Reads | None = None) -> Reads:
-    """Put what the first chunk reads before what the others do; None if it reads nothing."""
+    """Put the reads of the first chunk before those of the others; None if it reads nothing."""
     if first is None:
         return Reads(
             F.pad(found.indices, (0, 0, 1, 0), value=-1), F.pad(found.weights, (0, 0, 1, 0))
@@ -84,12 +84,12 @@ def _choose(
     random_group: int | None,
     ties: bool,
 ) -> Tensor:
-    """Return (B, N, R), the chosen chunks, -1 where there are fewer; in tiles of both."""
+    """Return (B, N, R), the chosen chunks, -1 where there are fewer; computed tile by tile."""
     (B, N), S, R = queries.shape[:2], keys.shape[1], num_retrieved
     rows = max(1, TILE_SCORES // max(1, B * min(S, TILE_KEYS)))
     largest = _earliest_largest if ties else torch.topk
     found = []
-    # Counted by tiles: compiled, a loop is unrolled, and its graph is for so many tiles alone.
+    # torch.compile unrolls the loop. Counting tiles, not rows, makes it one graph per tile count.
     for i in range(ceil_div(N, rows)):
         piece = slice(i * rows, (i + 1) * rows)
         q, b_lo, b_hi = queries[:, piece], lo[:, piece, None], hi[:, piece, None]
@@ -117,9 +117,9 @@ def _choose(
 
 
 def _products(q: Tensor, keys: Tensor, exact: bool) -> Tensor:
-    """Return (B, N, S) scores in float32: rounded to bf16, the best of many chunks would tie.
+    """Return (B, N, S) scores in float32, because in bf16 the best of many chunks would tie.
 
-    If `exact`, they are rounded from float64: then they do not depend on the order of the sums.
+    If `exact`, they are rounded from float64, so they do not depend on the order of the sums.
     """
     dtype = torch.float64 if exact else accumulation_dtype(q.dtype)
     with without_autocast(q.device):
@@ -145,16 +145,16 @@ def _weigh(queries: Tensor, keys: Tensor, indices: Tensor) -> Tensor:
         return queries.new_zeros(indices.shape, dtype=dtype)
     rows = torch.arange(keys.shape[0], device=keys.device)[:, None, None]
     chosen = keys[rows, indices.clamp(min=0)].to(dtype)  # (B, N, R, C)
-    chosen = chosen.masked_fill(~is_read[..., None], 0)  # what is not read may hold anything
+    chosen = chosen.masked_fill(~is_read[..., None], 0)  # chunks not read may hold anything
     r = (queries.to(dtype)[:, :, None] * chosen).sum(-1) * queries.shape[-1] ** -0.5
-    # A chunk that reads nothing gets finite scores, and then no weights.
+    # A chunk that reads nothing gets finite scores, since a softmax of -inf is NaN, and weights 0.
     has_none = ~is_read.any(-1, keepdim=True)
     r = r.masked_fill(~is_read & ~has_none, float("-inf")).masked_fill(has_none, 0)
     return F.softmax(r, -1).masked_fill(~is_read, 0)
 
 
 def _random_numbers(n: Tensor, j: Tensor, group: int) -> Tensor:
-    """Return a number in [0, 1) for each pair, the same in every call: (B, N, 1), (B, N, S)."""
+    """Hash n (B, N, 1), j (B, N, S) and the group to numbers in [0, 1), (B, N, S)."""
     mixed = n * 1_000_003 + j * 7_919 + group * 104_729
     for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39)):
         mixed = ((mixed ^ (mixed >> shift)) * factor) & 0x7FFFFFFF

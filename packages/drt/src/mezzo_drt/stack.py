@@ -40,23 +40,24 @@ class DRTConfig:
 
     Attributes:
         num_layers: even; the lower half is plain.
-        num_groups: G, into which the upper layers are divided; each retrieves anew.
+        num_groups: G groups of upper layers; each retrieves again.
         chunk_size: L, the tokens of a chunk.
         num_retrieved: R, the chunks that a chunk reads.
-        window_size: W, the places (tokens and landmarks) that self-attention sees, with its own.
+        window_size: W, the places (tokens and landmarks) that self-attention sees, including its
+            own.
         head_dim: D.
         hidden: width of the MLPs; None for 8C/3, rounded up to a multiple of 256.
         norm_eps: epsilon of the norms of the layers and of the encoder's input.
         num_encoder_layers: of the chunk encoder.
-        projections: project landmarks before they are compared (Wh, Wl), as the paper says. False
-            compares the normalized state with the landmark, as its released code does.
-        residual: "released": what is read reaches the stream through the MLP only. "text": it is
-            added to the stream first.
+        projections: project landmarks before they are compared (Wh, Wl), as in the paper's text.
+            False compares the normalized state with the landmark, as in its released code.
+        residual: "released": retrieved values reach the residual stream through the MLP only.
+            "text": they are added to the stream first.
         softmax1: whether a token may ignore a chunk (softmax off by one).
-        retriever: how chunks are chosen. "random" chooses at random, but weighs what it chose by
-            learned scores. "fixed" compares the means of the lower outputs of chunks, and nothing
-            that is read trains it.
-        gumbel_noise: whether training explores by noise on the scores.
+        retriever: how chunks are chosen. "random" chooses at random, but weighs the chosen chunks
+            by learned scores. "fixed" compares the means of chunks' lower outputs, which the
+            retrieval does not train.
+        gumbel_noise: whether training adds noise to the scores, to explore.
         offload: whether a state keeps complete chunks in the host's memory; same outputs.
         lower: mixers of any package for the lower half, one a layer; none for window attention.
     """
@@ -99,9 +100,9 @@ class DRTConfig:
 
 
 class DRT(AbstractStack):
-    """Window layers whose upper half reads past chunks that it retrieves (section 3).
+    """Layers of window attention, of which the upper half reads retrieved past chunks (section 3).
 
-    Callers see tokens only: a landmark is put behind every L of them, and dropped at the end.
+    Callers see tokens only: a landmark is inserted after every L of them, and dropped at the end.
     """
 
     state_type = DRTState
@@ -151,10 +152,11 @@ class DRT(AbstractStack):
     def prefill(
         self, x: Tensor, state: DRTState, *, lengths: Tensor | None = None
     ) -> tuple[Tensor, DRTState]:
-        """Run over a segment whose last outputs alone are wanted; see `AbstractStack.prefill`.
+        """Run over a segment, and return only the last outputs; see `AbstractStack.prefill`.
 
         If all rows stand at the same place of a chunk, the upper layers run over the last places
-        only: what is retrieved is made of the lower layers' outputs, and upper layers see windows.
+        only: retrieved chunks come from the lower layers, and the windows of upper layers are
+        short.
         """
         y, after = self._run(x, state, None, lengths, last_only=True)
         if y.shape[1] > 1:  # all layers ran over all places
@@ -170,7 +172,7 @@ class DRT(AbstractStack):
         *,
         last_only: bool,
     ) -> tuple[Tensor, DRTState | None]:
-        """Do what `forward` does; with `last_only` the outputs may be the last ones alone."""
+        """Do what `forward` does; with `last_only`, it may return only the last outputs."""
         self.check_input(x, state, cu_seqlens, lengths)
         L, continued = self.config.chunk_size, None
         if state is not None:
@@ -200,7 +202,7 @@ class DRT(AbstractStack):
             parts = (h, before[half:], encoded, places, *reading)
             h, upper, reads = self.upper(*parts, memory, state)
             y = places.collect(h)
-        else:  # the upper layers begin there, as if nothing had come before
+        else:  # the upper layers begin at this chunk, as if nothing had come before
             places, empty = places.from_chunk(first), map(states.emptied, before[half:])
             encoded = Memory(*(part[:, first:] for part in encoded))
             late = (h[:, -places.num_places :], [*empty], encoded, places, *reading)
@@ -227,17 +229,16 @@ class DRT(AbstractStack):
         self._check_room(x, state)
 
     def _check_room(self, x: Tensor, state: DRTState) -> None:
-        """Check that each layer has room for a place, so that none moves alone."""
-        first_window = self.lower.num_mixers  # the others are like it
-        for i in range(first_window + 1):
+        """Check that each layer has room for a place, before any layer's state changes."""
+        for i in range(self.lower.num_mixers + 1):  # the first window stands for all windows
             self.layers()[i].check_step(x, state.caches[i])
 
     @torch.no_grad()
     def before_step(self, state: DRTState, run: Run = run_eagerly) -> None:
         """Run the landmark of rows whose chunk is complete, store the chunk, and retrieve.
 
-        The call waits for a GPU, to read which rows these are, only when one may be: after that it
-        counts the steps until the next. `run` computes the landmark.
+        The call waits for a GPU, to read which rows these are, only in steps in which there may be
+        one: the state counts the steps until then. `run` computes the landmark.
 
         Raises:
             TypeError: if the state is of another kind of module.
@@ -258,18 +259,18 @@ class DRT(AbstractStack):
             rows = is_due.nonzero()[:, 0]
             kept = (state.memory, state.fetched, state.indices)
             self._store.store_rows_(*kept, encoded, rows, stored)
-        # A step brings a row with p places of the open chunk to p + 1, and L need a landmark.
+        # Each step adds a place to a row's open chunk, and a chunk with L places needs a landmark.
         state.wait.copy_(L - 1 - place.masked_fill(is_due, 0))
 
     def _run_landmarks(self, state: DRTState) -> Memory:
-        """Run the landmark of rows where it is due, without waits; return open chunks, encoded."""
+        """Run the landmark of rows where it is due, without waiting; return the encoded chunks."""
         M = self.config.chunk_size + 1
         due = Due(state.num_places() % M == M - 1, state.num_places() // M)
         x = self.landmark.weight[None].expand(len(due.here), -1, -1)
         self._check_room(x, state)
         kept = self.lower.keep(state.caches)
         _, encoded = self._step_place(x, state, due)
-        self.lower.put_back_(state.caches, kept, ~due.here)  # the other rows ran it too
+        self.lower.put_back_(state.caches, kept, ~due.here)  # all rows ran it
         return cast(Memory, encoded)
 
     def _step_place(
@@ -277,8 +278,8 @@ class DRT(AbstractStack):
     ) -> tuple[Tensor, Memory | None]:
         """Run one place of every row, (B, 1, C), overwriting the state.
 
-        With `due`, x are landmarks. In the rows where they are due, the chunk is stored and
-        retrieves for the next. The host's keys and values are left to it.
+        With `due`, x are landmarks. In rows where one is due, the device's part of the chunk is
+        stored, and the landmark retrieves for the next chunk. `before_step` stores the host's part.
         """
         batch = torch.arange(len(x), device=x.device)
         place = state.num_places() % (self.config.chunk_size + 1)
@@ -303,7 +304,7 @@ class DRT(AbstractStack):
         states.check_state(state, *self._sizes)
 
     def copy_rows(self, state: DRTState, rows: Tensor | None) -> DRTState:
-        """Return a copy whose memory of chunks is shared where nobody overwrites it."""
+        """Copy some rows, or all; copies share the memory of chunks if nobody overwrites it."""
         return states.copied(state, rows, self._store)
 
     def reset(self, state: DRTState, rows: Rows) -> DRTState:
@@ -312,7 +313,7 @@ class DRT(AbstractStack):
         return states.restarted(state, rows, self.init_state(1), self._store)
 
     def overwritten(self) -> tuple[bool, ...]:
-        """Tell that all is but the memory of chunks."""
+        """Tell that all tensors but the memory of chunks are overwritten."""
         return states.overwritten(self.layers())
 
     def init_state(self, batch: int) -> DRTState:
@@ -323,9 +324,9 @@ class DRT(AbstractStack):
         return states.initial_state(batch, caches, self._store, self.landmark.weight, *sizes)
 
     def state_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of state of one sequence; only those of complete chunks grow for ever.
+        """Return the bytes of state of one sequence, of which only the complete chunks grow.
 
-        A chunk takes its key of retrieval and, without offload, its keys and values, in the dtype
+        A chunk takes its key for retrieval and, without offload, its keys and values, in the dtype
         of the weights. A state that grows in place may have room for twice the chunks.
         """
         c, C, size = self.config, self.d_model, self.landmark.weight.element_size()
@@ -341,9 +342,9 @@ class DRT(AbstractStack):
         return 2 * (num_tokens // L) * L * self.d_model * size if self.config.offload else 0
 
     def flops_per_token(self, num_tokens: int) -> float:
-        """Return the forward FLOPs per token: all layers over all places, encoder and retrieval.
+        """Return the forward FLOPs per token: all layers at all places, encoder and retrieval.
 
-        Of the encoder, complete chunks are counted.
+        The encoder counts for complete chunks only.
         """
         c, L = self.config, self.config.chunk_size
         N = num_tokens // L
@@ -354,10 +355,10 @@ class DRT(AbstractStack):
         return (total + c.num_groups * self.d_model * N * (N - 1)) / max(num_tokens, 1)
 
     def offload_to(self, folder: str | Path | None) -> None:
-        """Keep what is offloaded in files of a folder from now on; None for the host's memory.
+        """From now on, keep offloaded chunks in files of a folder; None: in the host's memory.
 
-        The files have no names and go with the states; a forked process cannot go on from these.
-        Gradients need the host's memory.
+        The files have no names and vanish with their states; a forked process cannot continue from
+        such states. Gradients need the host's memory.
 
         Raises:
             UserError: if the folder is missing, or cannot be written.
@@ -373,7 +374,7 @@ class DRT(AbstractStack):
         return (*self.lower, self.encoder, *self.upper)
 
     def layers(self) -> list[AbstractSequenceModule]:
-        """Return what has a state in each layer: a lower block, or an upper window attention."""
+        """Return the part of each layer that has a state: a lower block, or a window attention."""
         return [*self.lower.blocks, *(layer.attention for layer in self.upper.layers)]
 
     def _encode(self, chunks: Tensor) -> Memory:

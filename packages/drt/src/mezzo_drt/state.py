@@ -1,4 +1,4 @@
-"""What DRT remembers: window caches, the open chunk, and what can be read of complete chunks."""
+"""The state of DRT: window caches, the open chunk, and the memory of complete chunks."""
 
 import math
 from collections.abc import Sequence
@@ -24,16 +24,16 @@ class DRTState(NamedTuple):
     """State of `DRT`.
 
     Attributes:
-        caches: the states of the layers, first the lower ones'; the `lengths` of windows count
+        caches: the states of the layers, the lower ones first; the `lengths` of windows count
             places.
-        memory: what can be read of the S complete chunks. A row that has fewer holds anything in
-            the others.
-        lower: (B, L + 1, C), the lower layers' outputs at the places of the open chunk. Those of
-            places to come hold anything.
+        memory: S complete chunks. In a row with fewer, the others hold anything.
+        lower: (B, L + 1, C), the lower layers' outputs at the places of the open chunk; later
+            places hold anything.
         indices: (B, G, R) int64, the chunks that the open chunk reads in each group; -1 for none.
         weights: (B, G, R) float32 (float64 for float64), their weights.
-        wait: (B,) int64 in the host's memory: no landmark is due for so many steps.
-        fetched: what the open chunk reads, if the host has the memory's keys and values.
+        wait: (B,) int64 in the host's memory: for this number of steps no landmark is due.
+        fetched: the chunks that the open chunk reads, if the memory's keys and values are on the
+            host.
     """
 
     caches: tuple[Any, ...]
@@ -54,7 +54,10 @@ class DRTState(NamedTuple):
         return Reads(self.indices[:, group, None], self.weights[:, group, None])
 
     def with_open_chunk(self, chunks: Tensor) -> Tensor:
-        """Put the open chunk's earlier places before those of the call, (B, N, L + 1, C)."""
+        """Fill the open chunk's earlier places into the first of the call's chunks.
+
+        (B, N, L + 1, C) to the same.
+        """
         M = chunks.shape[2]
         is_old = torch.arange(M, device=chunks.device) < (self.num_places() % M)[:, None]
         first = torch.where(is_old[..., None], self.lower.to(chunks.dtype), chunks[:, 0])
@@ -67,7 +70,7 @@ def emptied(cache: KVCache) -> KVCache:
 
 
 def moved_on(cache: KVCache, count: int) -> KVCache:
-    """Return the cache of a full window as it is `count` places further on."""
+    """Return the cache of a full window as if it stood `count` places later."""
     shift = count % cache.k.shape[1]  # a place's slot is its remainder
     return KVCache(cache.k.roll(shift, 1), cache.v.roll(shift, 1), cache.lengths + count)
 
@@ -81,9 +84,9 @@ def next_state(
     continued: Continued,
     first: int,
 ) -> DRTState:
-    """Return the state after a call, which begins in chunk `done` of the call's grid.
+    """Return the state after a call; its open chunk is chunk `done` of the call's grid.
 
-    `reads` are those of the grid's chunks from the `first` on.
+    `reads` begins with chunk `first` of the grid.
     """
     done = continued.done[:, None]
     lower = take(chunks, done.clamp(max=chunks.shape[1] - 1))
@@ -103,7 +106,7 @@ def initial_state(
     width = chunk[1] * chunk[2]
 
     def zeros(*sizes: int, dtype: torch.dtype = like.dtype) -> Tensor:
-        # Not by `new_zeros`: a sharded weight's are sharded, but a process has its own rows.
+        # Not `like.new_zeros`: if `like` is sharded, the result would be too, but rows are not.
         return torch.zeros(batch, *sizes, dtype=dtype, device=like.device)
 
     tokens = zeros(math.prod(reads) if store.fetches else 0, *chunk)
@@ -125,8 +128,8 @@ def check_state(state: DRTState, first_window: int, chunk_size: int, window_size
 
     Raises:
         UserError: if its chunks are in files of the process that forked this one.
-        ValueError: if the layers' caches do not hold the same places, or if a row has more complete
-            chunks than its memory, or reads others than these.
+        ValueError: if the layers' caches differ in their places, or if a row has more complete
+            chunks than its memory, or reads any other chunk.
     """
     check_process(state.memory.k)
     windows: tuple[KVCache, ...] = state.caches[first_window:]
@@ -155,14 +158,14 @@ def overwritten(layers: Sequence[AbstractSequenceModule]) -> tuple[bool, ...]:
 
 
 def copied(state: DRTState, rows: Tensor | None, store: AbstractStore) -> DRTState:
-    """Return a copy of some rows (N,), or of all: the store says what of its memory is shared."""
+    """Copy some rows (N,), or all; the store decides whether copies share its memory."""
     parts = (state.caches, *state[2:])
     caches, *rest = tree_map(torch.clone, parts) if rows is None else select_rows(parts, rows)
     return DRTState(caches, store.copy_rows(state.memory, rows), *rest)
 
 
 def restarted(state: DRTState, rows: Tensor, first: DRTState, store: AbstractStore) -> DRTState:
-    """Return a copy with rows of `first`; no chunk is cleared, since these rows read none."""
+    """Copy the state, with some rows reset to `first`; their chunks stay, but nobody reads them."""
     parts, starts = ((whole.caches, *whole[2:]) for whole in (state, first))
     caches, *rest = reset_rows(parts, rows, starts)
     return DRTState(caches, store.copy_rows(state.memory, None), *rest)

@@ -8,22 +8,22 @@ from mezzo_core.libraries import import_library
 from mezzo_core.nn import LM, generate
 
 MEASURES = {"R1": "rouge1", "R2": "rouge2", "RL": "rougeLsum"}
-"""The paper's names, and the library's. RL is taken over the lines of a summary, as is usual."""
+"""The library's name of each of the paper's measures. RL is computed over lines, as is usual."""
 
 
 def summarize(
     model: LM, tokenizer: Tokenizer, prompts: Sequence[str], *, max_new_tokens: int = 128
 ) -> list[str]:
-    """Return what a model writes after each prompt, always the likeliest token, up to its end.
+    """Continue each prompt greedily, up to a stop token.
 
     Args:
         model: fine-tuned on texts, each followed by its summary.
         tokenizer: the model's.
-        prompts: each a text and what stood between text and summary in the fine-tuning.
+        prompts: each is a text, and the words between text and summary in the fine-tuning.
         max_new_tokens: of a summary.
 
     Raises:
-        TypeError: if the prompts are one text.
+        TypeError: if `prompts` is a single string.
     """
     _check_list("summarize", "prompts", prompts)
     rows = [
@@ -42,7 +42,7 @@ def rouge(summaries: Sequence[str], references: Sequence[str]) -> dict[str, floa
     """Return the mean F1 of ROUGE-1, -2 and -L in percent, of stemmed words, by rouge-score.
 
     Raises:
-        TypeError: if summaries or references are one text.
+        TypeError: if summaries or references are a single string.
         UserError: if the library is not installed.
         ValueError: if there are no summaries, or not as many references.
     """
@@ -66,6 +66,6 @@ def rouge(summaries: Sequence[str], references: Sequence[str]) -> dict[str, floa
 
 
 def _check_list(function: str, name: str, texts: Sequence[str]) -> None:
-    """A text is a sequence of texts too, of its letters, which nobody means."""
+    """Refuse a single string, which would be taken for a list of its letters."""
     if isinstance(texts, str):
         raise TypeError(f"{function}: {name} must be a list of texts, got a text")

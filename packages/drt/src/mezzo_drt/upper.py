@@ -1,4 +1,4 @@
-"""The upper half: groups of layers, each of which reads what its first layer's input retrieves."""
+"""The upper half: groups of layers, each of which retrieves by the input of its first layer."""
 
 from collections.abc import Iterable, Sequence
 from typing import cast
@@ -19,10 +19,10 @@ from mezzo_drt.state import DRTState
 
 
 class UpperLayers(nn.ModuleList):
-    """Layers, one after another, in groups that retrieve anew."""
+    """Layers, one after another, in groups; each group retrieves again."""
 
     def __init__(self, layers: Iterable[UpperLayer], num_groups: int) -> None:
-        """Take the layers, of which each group has as many."""
+        """Take the layers, and divide them into groups of equal size."""
         super().__init__(layers)
         self._group_size = len(self) // num_groups
 
@@ -45,17 +45,18 @@ class UpperLayers(nn.ModuleList):
         """Run over the places of a call.
 
         Args:
-            h: (B, P, C), what the lower layers give.
-            caches: the layers', before these places.
-            chunks: the N chunks of the grid.
+            h: (B, P, C), the output of the lower layers.
+            caches: of these layers, before these places.
+            chunks: the N chunks of the grid, encoded.
             places: of the call.
-            queries: they retrieve.
+            queries: retrieve chunks.
             store: of the memory.
-            memory: what can be read; None: these chunks.
-            state: it says what the first chunk reads; None: nothing.
+            memory: the chunks that can be read; None: those of the grid.
+            state: tells what the first chunk reads; None: nothing.
 
         Returns:
-            (B, P, C), the caches, and what each group reads: the N chunks and the one after them.
+            (B, P, C), the caches, and for each group what the N chunks, and the one after them,
+            read.
         """
         after: list[KVCache | None] = []
         reads: list[Reads] = []
@@ -70,7 +71,7 @@ class UpperLayers(nn.ModuleList):
                 if memory is not None:
                     readable, indices = store.gather(memory, here.indices)
                     here = replaced(here, indices=indices)
-                if h.is_cuda and torch.is_grad_enabled():  # the backward of the kernels needs them
+                if h.is_cuda and torch.is_grad_enabled():  # for the backward of the kernels
                     readers = readers_of(here.indices, readable.k.shape[1])
             h, new = layer(h, cache, readable.k, readable.v, *here, places, readers)
             after.append(new)
@@ -88,8 +89,8 @@ class UpperLayers(nn.ModuleList):
     ) -> Tensor:
         """Run one place of every row, (B, 1, C), overwriting the caches.
 
-        In the rows where a landmark is due, it retrieves for the next chunk; `encoded` is the one
-        that ends.
+        In rows where a landmark is due, it retrieves for the next chunk; `encoded` is the chunk
+        that ends there.
         """
         found = []
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):

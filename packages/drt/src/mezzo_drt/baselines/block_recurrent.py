@@ -1,16 +1,16 @@
 """The Block-Recurrent Transformer's layer (Hutchins et al. 2022, arXiv 2203.07852), as a mixer.
 
-A row is cut into blocks of L tokens. Between two blocks go M state vectors, s (M, C). Tokens of a
-block attend to tokens by a sliding window, and to the states from the end of the block before; the
-states attend to themselves and to the block's tokens, and become those of the next block by a gate:
+A row is cut into blocks of L tokens, and each block passes M state vectors, s (M, C), to the next.
+The tokens of a block attend to tokens in a sliding window, and to the states of the previous block.
+The states attend to themselves and to the block's tokens, and a gate makes the next block's states:
 
     y = Wy [ attention(q_e; K_e, V_e), attention(q_es; K_s, V_s) ]      for the tokens (vertical)
     h = Wh [ attention(q_s; K_s, V_s), attention(q_se; K_e, V_e) ]      for the states (horizontal)
     s' = g s + (1 - g) Wz h,  g = sigmoid(b)              "fixed";  or
     s' = sigmoid(Wf h + bf + 1) s + sigmoid(Wi h + bi - 1) tanh(Wz h + bz)            "lstm"
 
-Tokens and states have one pair of keys and values each, which both directions read. The states are
-normalized, and learned vectors that tell them apart are added, before they are projected.
+Both directions read the same keys and values, those of tokens and those of states. Before the
+states are projected, they are normalized, and learned vectors are added that tell them apart.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ from mezzo_drt.places import packed_chunks
 
 
 class BlockRecurrentState(NamedTuple):
-    """What a row goes on from.
+    """State of `BlockRecurrent`.
 
     Attributes:
         k: (B, W, H, D) keys of the window, token p in slot p % W.
@@ -55,7 +55,7 @@ class BlockRecurrentConfig:
         head_dim: D.
         num_states: M.
         block_size: L.
-        window_size: W, the keys that a token sees, its own counted; at least L.
+        window_size: W, the keys that a token sees, including its own; at least L.
         alibi: formula of the slopes of the tokens' window.
         gate: "fixed" or "lstm".
         norm_eps: epsilon of the states' norm.
@@ -87,11 +87,11 @@ class BlockRecurrentConfig:
 
 
 class _Blocks(NamedTuple):
-    """How the tokens of a call lie in blocks."""
+    """How the tokens of a call are cut into blocks."""
 
     slot: Tensor  # (B, T) int64, each token's place in N blocks of L
-    is_first: Tensor  # (B, N), where a sequence begins
-    is_complete: Tensor  # (B, N), whether the block ends here
+    is_first: Tensor  # (B, N), whether a sequence begins with the block
+    is_complete: Tensor  # (B, N), whether the block ends in this call
 
 
 class BlockRecurrent(AbstractMixer):
@@ -129,7 +129,7 @@ class BlockRecurrent(AbstractMixer):
     def init_own_weights(self) -> None:
         """Draw the first states and their ids; fixed gates start near 0.9, a memory of ten blocks.
 
-        These starts are ours.
+        These values are ours.
         """
         nn.init.normal_(self.state_ids, std=0.02)
         nn.init.normal_(self.first_states, std=1.0)
@@ -210,15 +210,15 @@ class BlockRecurrent(AbstractMixer):
         state: BlockRecurrentState | None,
         blocks: _Blocks,
     ) -> tuple[Tensor, Tensor]:
-        """Run the states over the blocks; return the last ones, and what each token reads of them.
+        """Run the states over the blocks, with the tokens' q, k and v (B, T, H, D).
 
-        q, k and v are the tokens' (B, T, H, D).
+        Returns the last states, and the tokens' attention to the states, (B, T, H, D).
         """
         (B, N), L = blocks.is_first.shape, self.config.block_size
         first = self._first_states(B)
         s = first if state is None else state.s
         grid = [x.new_zeros(B, N * L, *x.shape[2:]) for x in (q, k, v)]
-        if state is not None:  # the open block's earlier tokens are in the window
+        if state is not None:  # take the open block's earlier tokens from the window
             earlier = (state.seen // L * L)[:, None] + torch.arange(L, device=q.device)
             index = (earlier % self.config.window_size)[..., None, None]
             is_there = (earlier < state.seen[:, None])[..., None, None]
@@ -259,25 +259,25 @@ class BlockRecurrent(AbstractMixer):
         return (f + 1).sigmoid() * s + (i - 1).sigmoid() * z.tanh()
 
     def _blocks(self, seen: Tensor, after: Tensor, num_tokens: int, *, fresh: bool) -> _Blocks:
-        """Lay out tokens that go on from `seen` (B,), of which those up to `after` are real."""
+        """Cut tokens into blocks; rows go on from `seen` (B,), and tokens to `after` are real."""
         L = self.config.block_size
         inside = seen % L
-        # At least as many blocks as any row needs, whatever `seen` is.
+        # As many blocks as any row can need, whatever `seen` is.
         num_blocks = -(-num_tokens // L) if fresh else (num_tokens + L - 2) // L + 1
         block = torch.arange(num_blocks, device=seen.device)
         slot = inside[:, None] + torch.arange(num_tokens, device=seen.device)
         ends = (seen // L * L)[:, None] + (block + 1) * L
-        # Where a row begins, the weights themselves are its first states, so that they learn.
+        # A row begins with the weights `first_states`, and not the zeros of a state: so they learn.
         is_first = (seen[:, None] == 0) & (block == 0)
         return _Blocks(slot, is_first, ends <= after[:, None])
 
     def _packed_blocks(self, cu_seqlens: Tensor, num_tokens: int) -> _Blocks:
-        """Lay out packed sequences, each from a new block on."""
+        """Cut packed sequences into blocks; each begins a new block."""
         L = self.config.block_size
         blocks = packed_chunks(num_tokens, L, cu_seqlens)
         block = torch.arange(blocks.num_chunks, device=cu_seqlens.device)
         is_first = (block[:, None] == blocks.starts[:-1]).any(1)
-        # The states of a block that is not complete go nowhere: a sequence begins behind it.
+        # An incomplete block may count as complete: its sequence ends, so nobody reads its states.
         slot = blocks.chunk * L + blocks.offset
         return _Blocks(slot[None], is_first[None], torch.ones_like(is_first)[None])
 
@@ -292,10 +292,10 @@ class BlockRecurrent(AbstractMixer):
         return torch.where(index >= 0, taken, ring)
 
     def init_state(self, batch: int) -> BlockRecurrentState:
-        """Return the state before the first token: zeros, for which `forward` takes the weights."""
+        """Return the state before the first token; `forward` replaces its zeros by the weights."""
         window = (batch, self.config.window_size, self.num_heads, self.config.head_dim)
         like = self.first_states
-        # Not by `new_zeros`: those of a sharded weight are sharded too.
+        # Not `like.new_zeros`: if `like` is sharded, the result would be too, but rows are not.
         zeros = partial(torch.zeros, device=like.device)
         k, v = (zeros(window, dtype=like.dtype) for _ in range(2))
         s = zeros(batch, *like.shape, dtype=accumulation_dtype(like.dtype))
@@ -309,9 +309,9 @@ class BlockRecurrent(AbstractMixer):
         return (window + states) * self.d_model
 
     def flops_per_token(self, num_tokens: int) -> float:
-        """Return the FLOPs per token: weights, 4 C for each key or state that it sees.
+        """Return the FLOPs per token: 2 for each weight, 4 C for each key or state that it sees.
 
-        The states' own work is shared by the L tokens of a block.
+        The work of the states is divided among the L tokens of a block.
         """
         C, M, L = self.d_model, self.config.num_states, self.config.block_size
         window = min(self.config.window_size, num_tokens)

@@ -1,6 +1,6 @@
 """The baselines as whole models, with the sizes of recipes (the paper's section 4.1, "Baselines").
 
-BaseLM, whose layers these have otherwise, is among the recipes.
+Their other layers are those of BaseLM, which is among the recipes.
 
 | Model                | Sees, at the paper's sizes                                             |
 |----------------------|------------------------------------------------------------------------|
@@ -19,7 +19,7 @@ from mezzo_drt.recipes import Hyperparameters
 
 
 def landmark_lm(s: Hyperparameters) -> LMConfig:
-    """Return the Landmark Attention model, which sees 12 chunks; train it on rows of so many.
+    """Return the Landmark Attention model, which sees 12 chunks; train it on rows of 12 chunks.
 
     With `offload` in `s.drt` a state keeps its chunks in the host's memory.
     """

@@ -1,4 +1,4 @@
-"""What can be read of chunks."""
+"""Named tuples of chunks in memory."""
 
 from typing import NamedTuple
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 class Memory(NamedTuple):
-    """What can be read of S chunks.
+    """S encoded chunks.
 
     Attributes:
-        keys: (B, S, C), by which they are retrieved.
+        keys: (B, S, C), their keys for retrieval.
         k: (B, S, L, H, D), the keys of their tokens, for all upper layers.
         v: likewise, the values.
     """
@@ -33,11 +33,9 @@ class Fetched(NamedTuple):
 
 
 class Due(NamedTuple):
-    """Which rows run a landmark.
+    """Which rows run a landmark (`here`, (B,) bool).
 
-    Attributes:
-        here: (B,) bool, whether the row does.
-        stored: (B,) int64, how many chunks the row has in memory.
+    `stored` (B,) int64 is the number of chunks that each row has in memory.
     """
 
     here: Tensor
@@ -49,8 +47,8 @@ class Due(NamedTuple):
         old.copy_(torch.where(here, new.to(old.dtype), old))
 
     def store_(self, memory: Tensor, new: Tensor) -> None:
-        """Store a chunk (B, 1, ...) of these rows behind those that they have in (B, S, ...)."""
+        """Store a chunk (B, 1, ...) of these rows in (B, S, ...), after the chunks they have."""
         rows = torch.arange(len(new), device=new.device)
-        slot = self.stored.clamp(max=memory.shape[1] - 1)  # a full row runs no landmark
+        slot = self.stored.clamp(max=memory.shape[1] - 1)  # a row without room runs no landmark
         here = self.here.view(-1, *[1] * (new.ndim - 2))
         memory[rows, slot] = torch.where(here, new[:, 0].to(memory.dtype), memory[rows, slot])

@@ -12,7 +12,7 @@ class DeviceStore(AbstractStore):
     fetches = False
 
     def new_buffers(self, like: Memory, capacity: int) -> Memory:
-        """Make buffers on the device."""
+        """Allocate buffers on the device."""
         return Memory(*(x.new_empty(len(x), capacity, *x.shape[2:]) for x in like))
 
     def gather(self, memory: Memory, indices: Tensor) -> Readable:

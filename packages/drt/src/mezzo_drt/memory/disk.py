@@ -1,4 +1,4 @@
-"""Chunks of the host in files of a folder."""
+"""Keeps the host's chunks in files of a folder."""
 
 import math
 import mmap
@@ -16,14 +16,14 @@ from torch import Tensor
 from mezzo_drt.memory.host import Allocate
 
 _OWNERS: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
-"""The process that mapped a file, by what it holds."""
+"""The process that mapped a file, by the storage of its tensor."""
 
 
 def in_folder(folder: str | Path) -> Allocate:
-    """Return what makes tensors in files of a folder.
+    """Return a function that allocates tensors in files of a folder.
 
-    A file has no name and goes with its tensor, also if the process is killed. Its room on the disk
-    is taken when it is made, so that writing it cannot fail.
+    A file has no name and vanishes with its tensor, even if the process is killed. Its disk space
+    is allocated at once, so writing it later cannot fail.
 
     Raises:
         UserError: if the folder is missing or cannot be written; later, if the disk is full.
@@ -33,9 +33,9 @@ def in_folder(folder: str | Path) -> Allocate:
         raise TypeError(f"folder must be a path or None, got {type(folder).__name__}")
     if not os.path.isdir(folder):  # noqa: PTH112, since `is_dir` raises for a name that is too long
         raise UserError(f"{str(folder)!r} is no folder: offload_to needs one that is there")
-    folder = Path(folder).absolute()  # also after a change of the process's own folder
+    folder = Path(folder).absolute()  # the process may change its working directory
     _in_file(folder, (1,), torch.int64)
-    return partial(_in_file, folder)  # which can be pickled with the stack
+    return partial(_in_file, folder)  # a partial can be pickled with the stack
 
 
 def _in_file(folder: Path, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -57,14 +57,14 @@ def _in_file(folder: Path, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def check_process(part: Tensor) -> None:
-    """Check that no other process may write what the tensor holds.
+    """Check that no other process may write the memory of a tensor.
 
-    A forked process shares the files, but not what the states know about the room in them.
+    A forked process shares the files, but not the `Room`s that tell how far they are filled.
 
     Raises:
-        UserError: if it lies in a file that this process has from the one that forked it.
+        UserError: if the tensor is in a file of the process that forked this one.
     """
-    if torch.compiler.is_compiling():  # a graph is of this process
+    if torch.compiler.is_compiling():  # a compiled graph belongs to this process
         return
     here = os.getpid()
     if _OWNERS.get(part.untyped_storage(), here) != here:

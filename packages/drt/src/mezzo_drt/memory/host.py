@@ -1,9 +1,9 @@
-"""Chunks in the host's memory: those that are read are brought to the device, once a group.
+"""Keeps chunks in the host's memory; those that are read are copied to the device, once a group.
 
-The host's memory is pageable, or mapped files: what torch has pinned once stays pinned, in blocks
-of powers of two, so that a buffer which grows would take several times its size. What is fetched
-is gathered into a small pinned block first, from which it is copied asynchronously. What is stored
-comes through such a block too.
+Buffers are pageable memory or mapped files. They are not pinned, because torch never frees pinned
+memory and allocates it in powers of two: a growing buffer would take several times its size. So
+chunks are gathered into a small pinned block, and copied from there asynchronously. Chunks to be
+stored come through such a block too.
 """
 
 import math
@@ -18,14 +18,14 @@ from mezzo_drt.memory.chunks import Due, Fetched, Memory
 from mezzo_drt.memory.store import AbstractStore, Readable
 
 Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
-"""Makes a tensor on the host; its values are anything."""
+"""Allocates an uninitialized tensor on the host."""
 
 
 def in_memory(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Make a tensor in pageable memory.
+    """Allocate a tensor in pageable memory.
 
     Raises:
-        UserError: if the host has not so much memory left, or this process may not have it.
+        UserError: if the host or a limit of this process leaves too little memory.
     """
     needed, free = math.prod(sizes) * dtype.itemsize, available_memory()
     left = f"which has {free / 2**30:.1f} GiB left"
@@ -41,28 +41,28 @@ def in_memory(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 class HostStore(AbstractStore):
-    """Keeps the keys and values of chunks on the host; those of retrieval stay on the device."""
+    """Keeps keys and values of chunks on the host; keys for retrieval stay on the device."""
 
     fetches = True
 
     def __init__(self, allocate: Allocate = in_memory) -> None:
-        """Take what makes the buffers: in memory, or in files (`in_folder`)."""
+        """Take the function that allocates buffers: in memory, or in files (`in_folder`)."""
         self._allocate = allocate
 
     def new_buffers(self, like: Memory, capacity: int) -> Memory:
-        """Make those of keys and values together, so that both are known to fit.
+        """Allocate keys and values together, to check that both fit.
 
-        A host counts memory that is not written yet as free.
+        Untouched memory still counts as free, so two checks in turn would both pass.
         """
         keys, k, _ = like
         both = self._allocate((2, len(k), capacity, *k.shape[2:]), k.dtype)
-        # Autograd does not let several views of one tensor be written.
+        # Detached, because autograd allows no writes to several views of one tensor.
         return Memory(
             keys.new_empty(len(keys), capacity, *keys.shape[2:]), *(x.detach() for x in both)
         )
 
     def gather(self, memory: Memory, indices: Tensor) -> Readable:
-        """Bring the chunks to the device: U of each row, at most R for each of its N chunks."""
+        """Copy the U different chunks that each row reads to the device."""
         wanted = indices.cpu()
         unique = [row[row >= 0].unique() for row in wanted]
         chosen = wanted.new_zeros(len(wanted), max(map(len, unique), default=0))
@@ -75,28 +75,28 @@ class HostStore(AbstractStore):
         return memory._replace(k=k, v=v), local.to(indices.device, non_blocking=True)
 
     def fetch(self, memory: Memory, indices: Tensor, fetched: Fetched) -> Fetched:
-        """Bring the chunks to the device; waits for a GPU."""
+        """Copy the chunks to the device; waits for a GPU."""
         if memory.k.shape[1] == 0:
             return fetched
         chosen = indices.cpu().clamp(min=0).flatten(1)
         return fetch_rows(memory, range(len(chosen)), chosen, indices.device)
 
     def read(self, memory: Memory, fetched: Fetched, indices: Tensor, group: int) -> Readable:
-        """Return what is fetched, and where the group's chunks are in it."""
+        """Return the fetched chunks, and the indices of the group's chunks in them."""
         R = indices.shape[2]
         slot = torch.arange(group * R, group * R + R, device=indices.device)
         slot = slot.expand(len(indices), 1, -1)
         return Memory(memory.keys, *fetched), slot.masked_fill(indices[:, group, None] < 0, -1)
 
     def store_(self, memory: Memory, encoded: Memory, due: Due) -> None:
-        """Store the key of retrieval."""
+        """Store the key for retrieval."""
         due.store_(memory.keys, encoded.keys)
 
     def store_rows_(
         self, memory: Memory, fetched: Fetched, indices: Tensor, encoded: Memory, rows: Tensor,
         stored: Tensor,
     ) -> None:  # fmt: skip
-        """Store keys and values of the chunk, and bring what is read to the device."""
+        """Store keys and values of the chunk, and fetch the chunks that the next one reads."""
         for old, new in zip(memory[1:], encoded[1:], strict=True):
             old[rows, stored[rows]] = new[rows.to(new.device), 0].to(old)
         there = rows.to(indices.device)
@@ -109,7 +109,7 @@ class HostStore(AbstractStore):
 def fetch_rows(
     memory: Memory, rows: Sequence[int], chosen: Tensor, device: torch.device
 ) -> Fetched:
-    """Bring the chunks (len(rows), U) of rows to the device, without waiting for the copy."""
+    """Copy the chosen chunks (len(rows), U) of rows to the device, without waiting for the copy."""
     found = []
     L = memory.k.shape[2]
     tokens = (chosen[..., None] * L + torch.arange(L, device=chosen.device)).flatten(1)
@@ -124,7 +124,7 @@ def fetch_rows(
             *chosen.shape, *part.shape[2:],
             dtype=part.dtype, device="cpu", pin_memory=device.type == "cuda",
         )  # fmt: skip
-        # A token at a time: torch's threads share out small pieces, but not whole chunks.
+        # Gather single tokens: torch divides these among its threads, but not whole chunks.
         for row, places, there in zip(rows, tokens, block.flatten(1, 2), strict=True):
             torch.index_select(part[row].view(-1, *part.shape[3:]), 0, places, out=there)
         found.append(block.to(device, non_blocking=True))

@@ -1,9 +1,9 @@
-"""Where complete chunks are kept: what every store does, and how memory grows in place.
+"""Stores of complete chunks: what all stores share, and how memory grows in place.
 
 A state's memory is a view of the first S chunks of buffers with room for more. Several states may
-see the same buffers. Their `Room`, which all of them find by the buffers' storage, says how many
-chunks are filled: only a state that sees all of these is the newest, and may append in place.
-Others copy first, and so do copies of a state, since their storage has no room.
+share the same buffers. A `Room`, found by the buffers' storage, counts the filled chunks: only a
+state that sees all of them is the newest, and may append in place. Other states copy first. So do
+copies of a state, whose storage has no `Room`.
 """
 
 from abc import ABC, abstractmethod
@@ -18,22 +18,22 @@ from mezzo_drt.memory.chunks import Due, Fetched, Memory
 from mezzo_drt.places import Continued, take
 
 Readable = tuple[Memory, Tensor]
-"""Memory on the device, and the indices in it of the chunks that are read; -1 for none."""
+"""Memory on the device, and indices into it of the chunks that are read; -1 for none."""
 
 
 class AbstractStore(ABC):
     """Keeps the complete chunks of states."""
 
     fetches: ClassVar[bool]
-    """Whether `gather` copies what is read. If not, a backward needs the buffers as they are."""
+    """Whether `gather` copies chunks. If not, a backward reads the buffers: nothing may change."""
 
     def append(self, memory: Memory, new: Memory, continued: Continued) -> Memory:
         """Return the memory with the chunks that a call completes, of the N chunks in `new`.
 
-        Without gradients they are written in place where `append_` can. Else the memory is copied,
-        and gets twice the room, so that segment after segment copies little. With gradients nothing
-        may be overwritten later: the copy has no room, and a call that completes no chunk closes
-        the room, or copies if another state has taken it.
+        Without gradients they are appended in place if possible (`append_`). Otherwise the memory
+        is copied, with room for twice the chunks, so that copies become rare. With gradients
+        nothing may be overwritten later: the copy has no room, and a call that completes no chunk
+        closes the room, or copies if another state may have written to it.
         """
         if not continued.num_done:
             if torch.is_grad_enabled() and not self.fetches and not _close(memory):
@@ -47,9 +47,10 @@ class AbstractStore(ABC):
         return self._copied(memory, new, continued) if appended is None else appended
 
     def append_(self, memory: Memory, new: Memory, continued: Continued) -> Memory | None:
-        """Append in place, behind what the memory sees; None, and nothing done, if it cannot.
+        """Append in place; return None, and do nothing, if that is impossible.
 
-        It can if no other state has, all rows write at one chunk, and the dtypes are the same.
+        It is possible if no other state has appended, all rows write at the same chunk, and the
+        dtypes are the same.
         """
         S, end, room = memory.keys.shape[1], continued.num_after, room_of(memory)
         fits = continued.writes_at == S and _may_write(memory, new)
@@ -61,15 +62,15 @@ class AbstractStore(ABC):
         return Memory(*(part[:, :end] for part in whole))
 
     def _copied(self, memory: Memory, new: Memory, continued: Continued) -> Memory:
-        """Return a copy that has the new chunks, and room for as many as it has."""
+        """Return a copy with the new chunks, and with room for as many again."""
         end, before = continued.num_after, continued.num_before
-        # A state that steps sees more than it has.
+        # A state from `reserve` sees more chunks than are complete.
         capacity = max(end, 2 * min(memory.keys.shape[1], end))
         whole, room = self.new_buffers(new, capacity), Room(end, capacity)
         for buffer, old, added in zip(whole, memory, new, strict=True):
             if before is None:
                 buffer[:, :end] = _extended(old, added, continued)
-            else:  # without a second copy
+            else:  # saves a copy
                 buffer[:, :before] = old[:, :before]
                 buffer[:, before:end] = added[:, : end - before]
             _ROOMS[buffer.untyped_storage()] = room
@@ -79,7 +80,7 @@ class AbstractStore(ABC):
         """Return a memory with room for `num_chunks` chunks of each row, for steps to write.
 
         It is a copy, unless all rows have `count` chunks (None if they differ) and the buffers have
-        so much room behind them. Then that is taken: a state that appends will copy.
+        enough room. Then this state takes the room, and other states will copy.
         """
         S, room = memory.keys.shape[1], room_of(memory)
         fits = count == S and _may_write(memory, memory)
@@ -91,10 +92,10 @@ class AbstractStore(ABC):
         return whole
 
     def copy_rows(self, memory: Memory, rows: Tensor | None) -> Memory:
-        """Return a memory of some rows (N,), or of all, with the same room behind it.
+        """Copy some rows (N,), or all, with the same room, into new buffers.
 
-        It lies in new buffers. But all rows of a memory that `append` made are the memory itself:
-        nobody overwrites its chunks, and only one of its states can append in place.
+        All rows of a memory that `append` made are not copied: nobody overwrites its chunks, and
+        only one of its states can append in place.
         """
         room, S = room_of(memory), memory.keys.shape[1]
         if rows is None and room is not None and room.capacity > S:
@@ -111,39 +112,39 @@ class AbstractStore(ABC):
 
     @abstractmethod
     def new_buffers(self, like: Memory, capacity: int) -> Memory:
-        """Make buffers for so many chunks, of any values; a UserError if they do not fit."""
+        """Allocate buffers for `capacity` chunks, uninitialized; a UserError if they do not fit."""
 
     @abstractmethod
     def gather(self, memory: Memory, indices: Tensor) -> Readable:
-        """Return what a segment reads, (B, N, R); waits for a GPU if it `fetches`."""
+        """Return the chunks that a segment reads, (B, N, R); waits for a GPU if it `fetches`."""
 
     @abstractmethod
     def fetch(self, memory: Memory, indices: Tensor, fetched: Fetched) -> Fetched:
-        """Return what the open chunks read, (B, G, R), for `read`; `fetched` is what they had."""
+        """Return the chunks that the open chunk reads, (B, G, R), to replace `fetched`."""
 
     @abstractmethod
     def read(self, memory: Memory, fetched: Fetched, indices: Tensor, group: int) -> Readable:
-        """Do `gather` for a step, of indices (B, G, R) in a group, and never wait for a GPU."""
+        """As `gather`, for a step and one group of indices (B, G, R); never waits for a GPU."""
 
     @abstractmethod
     def store_(self, memory: Memory, encoded: Memory, due: Due) -> None:
-        """Store what the device keeps of a chunk (B, 1, ...) where it is due; never waits."""
+        """Store the device's part of a chunk (B, 1, ...) in rows where it is due; never waits."""
 
     @abstractmethod
     def store_rows_(
         self, memory: Memory, fetched: Fetched, indices: Tensor, encoded: Memory, rows: Tensor,
         stored: Tensor,
     ) -> None:  # fmt: skip
-        """Store what the host keeps of a chunk (B, 1, ...), and fetch what is read after it.
+        """Store the host's part of a chunk (B, 1, ...), and fetch what the next chunk reads.
 
-        That is done for rows (n,) of the batch; stored (B,) are the chunks that each row had.
+        `rows` (n,) are those whose chunk is due; `stored` (B,) counts the chunks of each row.
         """
 
 
 class Room:
-    """How far the buffers that several states see are filled, of `capacity` chunks.
+    """Counts the filled chunks in buffers for `capacity` chunks, which several states share.
 
-    Threads may go on from one state: only one takes the room behind it.
+    Several threads may go on from one state; the lock lets only one of them append in place.
     """
 
     def __init__(self, filled: int, capacity: int) -> None:
@@ -151,7 +152,10 @@ class Room:
         self._lock = Lock()
 
     def take(self, S: int, end: int, filled: int) -> bool:
-        """Count as filled if S chunks are and `end` fit: the caller alone may write behind S."""
+        """Reserve the room after S chunks; True if the caller, and nobody else, may write there.
+
+        That is so if S chunks are filled and `end` chunks fit; then `filled` are filled.
+        """
         with self._lock:
             if self.filled != S or end > self.capacity:
                 return False
@@ -159,7 +163,7 @@ class Room:
         return True
 
     def close(self, S: int) -> bool:
-        """Let nobody write behind S chunks from now on; False if somebody may have."""
+        """Let nobody write after S chunks from now on; False if somebody may have done so."""
         return self.filled > self.capacity or self.take(S, S, self.capacity + 1)
 
 
@@ -167,7 +171,7 @@ _ROOMS: WeakKeyDictionary[torch.UntypedStorage, Room] = WeakKeyDictionary()
 
 
 def room_of(memory: Memory) -> Room | None:
-    """Return the room of the buffers that a memory sees, if it sees all of their chunks' rows."""
+    """Return the `Room` of a memory's buffers; None if it has none or shows other rows of them."""
     room, *others = (_ROOMS.get(part.untyped_storage()) for part in memory)
     if room is None or any(other is not room for other in others):
         return None
@@ -175,9 +179,9 @@ def room_of(memory: Memory) -> Room | None:
 
 
 def whole_buffers(memory: Memory) -> Memory:
-    """Return the whole buffers that the memory sees, or the memory itself if it has no room.
+    """Return the memory's whole buffers, or the memory itself if it has no room.
 
-    They lie without gaps, and so the kernels take them as they are.
+    Whole buffers have no gaps, so the kernels need no copies of them.
     """
     room = room_of(memory)
     if room is None:
@@ -187,7 +191,7 @@ def whole_buffers(memory: Memory) -> Memory:
 
 
 def check_room(memory: Memory, num_chunks: int) -> None:
-    """Raise a ValueError if a row of so many chunks cannot store one more."""
+    """Raise a ValueError if a row with `num_chunks` chunks cannot store one more."""
     if num_chunks >= memory.k.shape[1]:
         raise ValueError(
             f"state has room for {memory.k.shape[1]} chunks, and a row has them all: reserve more"
@@ -195,15 +199,15 @@ def check_room(memory: Memory, num_chunks: int) -> None:
 
 
 def _close(memory: Memory) -> bool:
-    """Let no state append behind what the memory sees from now on; False if one has appended."""
-    if memory.keys.is_inference():  # which torch does not save for a backward
+    """Let no state append in the memory's buffers from now on; False if one may have appended."""
+    if memory.keys.is_inference():  # torch does not save it for a backward
         return True
     rooms = {_ROOMS.get(part.untyped_storage()) for part in memory}
     return all(room is None or room.close(memory.keys.shape[1]) for room in rooms)
 
 
 def _lies_in(part: Tensor, capacity: int) -> bool:
-    """Tell whether the tensor's rows lie in its storage with room for `capacity` chunks each."""
+    """Tell whether each row of the tensor has room for `capacity` chunks in its storage."""
     row = capacity * part.stride(1)
     last = part.storage_offset() + (len(part) - 1) * part.stride(0) + row
     apart = len(part) == 1 or part.stride(0) >= row
@@ -211,13 +215,13 @@ def _lies_in(part: Tensor, capacity: int) -> bool:
 
 
 def _may_write(memory: Memory, new: Memory) -> bool:
-    """Tell whether the memory takes the dtypes of `new`, and writes in place at all."""
+    """Tell whether `new` has the memory's dtypes, and torch allows writes to it here."""
     same = all(old.dtype == added.dtype for old, added in zip(memory, new, strict=True))
     return same and (torch.is_inference_mode_enabled() or not memory.keys.is_inference())
 
 
 def _brought(new: Tensor, memory: Tensor) -> Tensor:
-    """Bring new chunks to the memory's device, to the host in a pinned block; waits for a GPU."""
+    """Copy new chunks to the memory's device, on the host into a pinned block; waits for a GPU."""
     if new.device == memory.device:
         return new
     block = torch.empty(new.shape, dtype=new.dtype, device=memory.device, pin_memory=True)

@@ -1,4 +1,4 @@
-"""The text in which needles are hidden, and rows of it that are never written out as a whole."""
+"""The text in which needles are hidden, and rows of it that are never in memory as a whole."""
 
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ Tokens = NDArray[np.int64]
 
 
 class Haystack:
-    """Text without an end: some ranges of a token array, over and over."""
+    """Endless text: ranges of a token array, repeated over and over."""
 
     def __init__(self, tokens: NDArray[Any] | StoredTokens, ranges: NDArray[np.int64]) -> None:
         """Lay the ranges end to end.
@@ -27,29 +27,28 @@ class Haystack:
         self.num_tokens = int(self._borders[-1])
 
     def read(self, start: int, count: int) -> Tokens:
-        """Return `count` tokens from place `start` on, which may be beyond the first round."""
+        """Return `count` tokens from place `start` on, counted over all repetitions."""
         places = (start + np.arange(count)) % self.num_tokens
         ranges = np.searchsorted(self._borders, places, side="right")
         return self._tokens[places + self._shifts[ranges]].astype(np.int64)
 
 
 class Row(NamedTuple):
-    """A row of T + 1 tokens: text, and parts that stand between it.
+    """A row of T + 1 tokens: text, with parts inserted in it.
 
-    It holds its parts alone, and reads the text where it is asked for, so that a row of any length
-    takes no memory.
+    It stores only the parts, and reads text when it is needed, so even a long row takes no memory.
     """
 
     text: Haystack
     start: int
     """The place in the text of the row's first token of text."""
     parts: tuple[tuple[int, Tokens], ...]
-    """Places in the row and the tokens there: in order, none over another."""
+    """The place of each part in the row, and its tokens; in order, without overlap."""
     answer: range
     """The places of the answer's tokens in the row."""
 
     def tokens(self, begin: int, end: int) -> Tokens:
-        """Return the tokens from place `begin` to before `end`."""
+        """Return the tokens from place `begin` to `end` (exclusive)."""
         pieces, place, inserted = [], begin, 0
         for first, part in self.parts:
             if first >= end:
@@ -66,9 +65,9 @@ class Row(NamedTuple):
         return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
 
     def segment(self, begin: int, end: int) -> tuple[Tokens, Tokens]:
-        """Return inputs and targets of places `begin` to before `end`, (end - begin,) each.
+        """Return inputs and targets of places `begin` to `end` (exclusive), (end - begin,) each.
 
-        The targets are the answer's tokens, each at the place before its own.
+        Only the answer's tokens are targets, each at the place before its own.
         """
         tokens = self.tokens(begin, end + 1)
         inputs, targets = tokens[:-1], tokens[1:].copy()

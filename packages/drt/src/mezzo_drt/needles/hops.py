@@ -1,4 +1,4 @@
-"""Needles that lead to one another, with noise (the paper's 2-hop NIAH, Table 5)."""
+"""Chains of needles, with other chains as noise (the paper's 2-hop NIAH, Table 5)."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -8,13 +8,13 @@ from mezzo_drt.needles.task import AbstractNeedleConfig, Riddle, Words
 
 @dataclass(frozen=True)
 class HopsConfig(AbstractNeedleConfig):
-    """Chains of names, a `DEF <a>-><b>` for each hop, and the path from the first name of one.
+    """Chains of names, with a needle `DEF <a>-><b>` for each hop, and a question about one chain.
 
-    All needles stand at places of their own, uniform over the text and in any order. The question
-    is `The path from <a> is: <b>, <c>`; of the other chains nothing is asked.
+    The needles are at independent places, uniform over the text, so in any order. The question is
+    `The path from <a> is: <b>, <c>`.
 
     Attributes:
-        num_hops: hops of each chain; it has a name more.
+        num_hops: hops of each chain, which has one more name.
         num_noise: chains besides the one that is asked for.
         name_tokens: tokens of a name, each any token but the end token.
     """
@@ -25,12 +25,12 @@ class HopsConfig(AbstractNeedleConfig):
 
     @property
     def name(self) -> str:
-        """Of the task."""
+        """The name of the task."""
         return f"{self.num_hops}-hop"
 
     @property
     def names_needed(self) -> tuple[int, int]:
-        """Those of all chains."""
+        """The number of names in all chains, and their size."""
         return (self.num_hops + 1) * (self.num_noise + 1), self.name_tokens
 
     def limits(self) -> dict[str, tuple[bool, str]]:

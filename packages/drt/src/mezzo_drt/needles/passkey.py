@@ -1,4 +1,4 @@
-"""One needle: a passkey in a text, asked for at its end (the paper's single NIAH, Table 5)."""
+"""One needle: a passkey in a text, asked for at the end (the paper's single NIAH, Table 5)."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ class PasskeyConfig(AbstractNeedleConfig):
 
     Attributes:
         key_tokens: tokens of the key, each any token but the end token.
-        depth: where the needle stands in every row, from 0 (at the text's beginning) to 1 (right
-            before the question); None for places that are uniform over the text.
+        depth: where the needle is in every row, from 0 (at the text's beginning) to 1 (right before
+            the question); None draws its place uniformly.
     """
 
     key_tokens: int = 10
@@ -20,12 +20,12 @@ class PasskeyConfig(AbstractNeedleConfig):
 
     @property
     def name(self) -> str:
-        """Of the task."""
+        """The name of the task."""
         return "passkey"
 
     @property
     def names_needed(self) -> tuple[int, int]:
-        """One, the key."""
+        """One name, the key, and its size."""
         return 1, self.key_tokens
 
     def limits(self) -> dict[str, tuple[bool, str]]:

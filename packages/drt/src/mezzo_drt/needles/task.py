@@ -3,10 +3,10 @@
     text ... needle ... text ... needle ... text | question | cue answer | text
                                                             ^ a landmark, at a multiple of L
 
-The model answers from the cue on: its last token predicts the answer's first. So the text before
-the question is as long as it takes for the cue to begin a chunk. The landmark before it has seen
-the question, and what it retrieves is there for every token that predicts the answer (the paper's
-appendix D: "the landmark token can be inserted before 'is' in the question").
+The last token of the cue predicts the first token of the answer. The text before the question is
+cut so that the cue begins a chunk. So the landmark before the cue has seen the question, and every
+token that predicts the answer can read what this landmark retrieves (the paper's appendix D: "the
+landmark token can be inserted before 'is' in the question").
 """
 
 from abc import ABC, abstractmethod
@@ -38,7 +38,7 @@ class Riddle(NamedTuple):
     """Where each needle stands in the text: 0 at its beginning, 1 right before the question."""
     question: Tokens
     cue: Tokens
-    """What the answer follows; a chunk begins with it."""
+    """The words before the answer; they begin a chunk."""
     answer: Tokens
 
 
@@ -56,7 +56,7 @@ class Words:
             first = np.unique(drawn, axis=0, return_index=True)[1]
             if len(first) == count:
                 return list(drawn + (drawn >= self.tokenizer.eos_token))
-            # Only names that came before: many names at once would hardly ever be all different.
+            # Redraw only the repeats: many names drawn at once are hardly ever all different.
             again = np.delete(np.arange(count), first)
             drawn[again] = self.draw.integers(tokens, size=(len(again), size))
 
@@ -72,14 +72,14 @@ class Words:
 
 @dataclass(frozen=True)
 class AbstractNeedleConfig(ABC):
-    """Needles in a text, as what a run reads: rows are drawn when they are asked for, without end.
+    """The data of a run: endless rows of text with needles, each drawn when it is needed.
 
     Attributes:
-        text: the text around the needles. Its held-out part is that of the test rows.
+        text: the text around the needles. Its held-out part is used for the test rows.
         chunk_size: L; the cue begins at a multiple of it.
-        test_rows: the validation part.
-        seed: of the rows. Row i depends on the seed, on its part (training or test), on i and on
-            the length of the rows.
+        test_rows: the number of rows to validate on.
+        seed: row i depends on the seed, on its part (training or test), on i and on the length of
+            the rows.
 
     Raises:
         UserError: if a field is of another type or out of range.
@@ -122,7 +122,7 @@ class AbstractNeedleConfig(ABC):
 
     @abstractmethod
     def riddle(self, words: Words) -> Riddle:
-        """Draw what a row hides and asks. All riddles of a task and a tokenizer are of one size."""
+        """Draw a row's riddle. All riddles of a task have the same sizes under one tokenizer."""
 
     def build(
         self, seq_len: int, cache_dir: Path | None, *, rank: int = 0, world_size: int = 1
@@ -131,7 +131,7 @@ class AbstractNeedleConfig(ABC):
 
         Raises:
             UserError: if the text cannot be used, the vocabulary has too few names, `seq_len` is no
-                int, or a row of so many tokens cannot hold the needles and the question.
+                int, or a row of `seq_len` tokens cannot hold the needles and the question.
         """
         if type(seq_len) is not int:
             raise UserError(f"seq_len must be an int, got {seq_len!r}")
@@ -152,7 +152,7 @@ class AbstractNeedleConfig(ABC):
 
 
 class NeedleData(BatchSource):
-    """Rows of text with needles. Every process gets the whole batch, and no row comes twice."""
+    """Rows of text with needles. Every process gets the whole batch, and no row is repeated."""
 
     tokenizer: Tokenizer
 
@@ -166,15 +166,7 @@ class NeedleData(BatchSource):
         seq_len: int,
         fingerprint: str,
     ) -> None:
-        """Lay out the rows.
-
-        Args:
-            config: the task.
-            tokenizer: that of the text.
-            train: the text of the training rows.
-            test: that of the test rows.
-            seq_len: T.
-            fingerprint: what identifies task and text.
+        """Lay out rows of `seq_len` tokens around the texts of training and test.
 
         Raises:
             UserError: if a row cannot hold the needles and the question.
@@ -186,7 +178,7 @@ class NeedleData(BatchSource):
         riddle = config.riddle(Words(tokenizer, np.random.default_rng(0)))
         behind = len(riddle.cue) + len(riddle.answer)
         L = config.chunk_size
-        # T + 1 tokens are read: the last one is a target alone.
+        # A row has T + 1 tokens; the last one is only a target.
         self._cue_place = max(seq_len + 1 - behind, 0) // L * L
         before = sum(map(len, riddle.needles)) + len(riddle.question)
         self._room = self._cue_place - before
@@ -232,15 +224,15 @@ class NeedleData(BatchSource):
         return _batch(rows, 0, self.seq_len)
 
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
-        """Yield the test rows, whole; rows of zeros without targets complete the last batch."""
+        """Yield the whole test rows; rows of zeros without targets fill the last batch."""
         return (next(pieces) for pieces in self.test_segments(self.seq_len, batch_size))
 
     def test_segments(self, segment_tokens: int, batch_size: int = 1) -> Iterator[Iterator[Batch]]:
         """Yield the test rows in pieces, `batch_size` rows at a time.
 
-        Each item yields the consecutive segments of its rows, `segment_tokens` tokens of each, the
-        last one shorter. Only one segment is in memory, so that rows may have any length;
-        `mezzo_core.eval.evaluate.evaluate_segments` takes them.
+        Each item yields the consecutive segments of its rows, of `segment_tokens` tokens; the last
+        one may be shorter. Only one segment is in memory, so rows may have any length.
+        `mezzo_core.eval.evaluate.evaluate_segments` takes the items.
 
         Raises:
             ValueError: if a size is not a positive int.
@@ -267,6 +259,6 @@ class NeedleData(BatchSource):
 
 
 def _batch(rows: Sequence[Row], begin: int, end: int) -> Batch:
-    """Return places `begin` to before `end` of some rows."""
+    """Return places `begin` to `end` (exclusive) of some rows."""
     parts = [row.segment(begin, end) for row in rows]
     return Batch(*(torch.from_numpy(np.stack(part)) for part in zip(*parts, strict=True)))

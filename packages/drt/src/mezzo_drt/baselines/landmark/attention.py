@@ -1,10 +1,10 @@
 """Landmark attention (Mohtashami and Jaggi 2023, arXiv 2305.16300), in two forms of one definition.
 
-A chunk is L tokens and a landmark, P = L + 1 places. A query in chunk n sees its own chunk's
-earlier tokens, and of the past: the `local` chunks before its own, and, of the chunks before those,
-the `retrieved` ones whose landmarks have the highest logits, chosen by each query and head alone.
-Tokens of its own chunk share one softmax with the landmarks of the past chunks that it sees; the
-weight of a landmark goes to its chunk's tokens, by a softmax of their own:
+A chunk is L tokens and a landmark, P = L + 1 places. A query sees the earlier tokens of its own
+chunk, the `local` chunks before it, and of all earlier chunks the `retrieved` ones whose landmarks
+have the highest logits; each query and head chooses alone. The tokens of its own chunk share one
+softmax with the landmarks of the other chunks that it sees. The weight of a landmark is divided
+among the tokens of its chunk by a softmax of their own:
 
     s_ij = q_i k_j / sqrt(D)
     w_ij = softmax(s_i over own tokens and landmarks)_j                           j in i's chunk
@@ -12,9 +12,9 @@ weight of a landmark goes to its chunk's tokens, by a softmax of their own:
 
 Up to `local + retrieved + 1` chunks all of the past is seen: this is how the model is trained.
 
-RoPE turns a query by the places between it and the beginning of the key's chunk, and a key by its
-place in its chunk. Chunks further away than `local + retrieved`, the furthest in training, are read
-as if they were at that distance (ours: the paper moves the chosen chunks there in their order).
+RoPE rotates a key by its place in its chunk, and a query by its distance from the beginning of the
+key's chunk. Chunks further away than `local + retrieved`, the furthest in training, are read as if
+they were at that distance (ours: the paper moves the chosen chunks there in their order).
 """
 
 from typing import NamedTuple
@@ -26,9 +26,9 @@ from torch import Tensor
 TILE = 64
 """Queries whose chunks are gathered at a time: 160 MB in float32 at C = 768, 12 chunks of 65."""
 PREFERENCE = 1e-4
-"""What a landmark's logit loses for each chunk of distance, where chunks are chosen. In the first
-layer all landmarks have one key, so that far ones tie: the nearest of them is then taken, and not
-what rounding says. `LandmarkConfig` says what this is in long texts."""
+"""When chunks are chosen, a landmark's logit loses this for each chunk of distance. In the first
+layer all landmarks have the same key, so far ones tie: then the nearest is taken, not one that
+rounding picks. `LandmarkConfig` describes the effect in long texts."""
 
 
 class Places(NamedTuple):
@@ -48,7 +48,7 @@ class Reach(NamedTuple):
 
     @property
     def furthest(self) -> int:
-        """The distance in chunks to the furthest chunk that is told apart from those beyond."""
+        """The largest distance in chunks; chunks beyond it are read as if they were there."""
         return self.local + self.retrieved
 
 
@@ -57,8 +57,8 @@ def landmark_attention(q: Tensor, k: Tensor, v: Tensor, places: Places, reach: R
 
     Args:
         q: (B, X, H, D), not rotated, X queries in any order.
-        k: (B, N, P, H, D), rotated by `rotate`; with the landmark at the last of P places.
-            What no query may see may hold anything.
+        k: (B, N, P, H, D), rotated by `rotate`; the landmark is at the last of P places. Places
+            that no query may see may hold anything.
         v: likewise, not rotated.
         places: of the queries.
         reach: how far they see.
@@ -107,7 +107,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, places: Places, reach: Reach) -> Tens
     inside = torch.where(is_seen[..., None], logits[..., :-1], 0).softmax(-1)
     p = own.unflatten(-1, (N, P - 1)) + gates[..., None] * inside
     out = torch.einsum("bxhnl,bnlhd->bxhd", p, _high(v[:, :, :-1]))
-    # A query that sees a key which is no number gives no number.
+    # A query that sees a NaN or an infinity gets NaN.
     sees = torch.cat([is_near | is_seen[..., None], is_seen[..., None]], -1)
     is_spoilt = (sees & is_bad[:, None, None]).flatten(3).any(-1)
     return out.masked_fill(is_spoilt[..., None], float("nan")).to(q.dtype)
@@ -118,7 +118,7 @@ def gathered(q: Tensor, k: Tensor, v: Tensor, places: Places, reach: Reach) -> T
     index = choose(q, k[:, :, -1], places, reach, k.shape[2])
     rows = torch.arange(q.shape[0], device=q.device)[:, None, None, None]
     heads = torch.arange(q.shape[2], device=q.device)[:, None]
-    # (B, X, H, A, P, D): two indices apart from each other put their axes first.
+    # (B, X, H, A, P, D): index tensors that are not adjacent put their axes first.
     k, v = (x[rows, index.clamp(min=0), :, heads] for x in (k, v))
     return attend(q, k, v, index, places, reach)
 
@@ -183,14 +183,14 @@ def _retrieve(q: Tensor, landmarks: Tensor, places: Places, reach: Reach, P: int
 
 
 def _highest(scores: Tensor, mask: Tensor, count: int) -> Tensor:
-    """Return where the `count` highest scores of the last axis are, of those in the mask."""
+    """Return a mask of the `count` highest scores in the last axis, among those in `mask`."""
     scores = scores.masked_fill(~mask, float("-inf"))
     index = scores.topk(min(count, scores.shape[-1]), -1).indices
     return torch.zeros_like(mask).scatter(-1, index, True) & mask
 
 
 def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Turn (B, X, H, D): keys by their places in their chunks (B, X), queries to those of keys."""
+    """Apply RoPE to (B, X, H, D) at positions (B, X)."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     return apply_rope(x, *rope_angles(positions, x.shape[-1], base, dtype=dtype))
 
@@ -200,7 +200,7 @@ def _high(x: Tensor) -> Tensor:
 
 
 def _finite(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Set places that hold NaN or infinity to 0, and tell which: 0 times NaN would spread."""
+    """Set places with a NaN or an infinity to 0, because 0 * NaN is NaN; also return which."""
     is_bad = ~(k.isfinite() & v.isfinite()).all(-1).all(-1)
     where = is_bad[..., None, None]
     return k.masked_fill(where, 0), v.masked_fill(where, 0), is_bad

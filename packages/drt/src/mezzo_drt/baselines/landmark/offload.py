@@ -1,13 +1,14 @@
 """Landmark attention with its chunks in the host's memory.
 
-The host has the keys and values of all complete chunks. The device keeps the landmarks' keys, by
+The host keeps the keys and values of all complete chunks. The device keeps the landmarks' keys, by
 which tokens choose, and the chunks that are always read: the open one and the local ones before it.
-A step fetches what it has chosen, in every layer: it waits for the GPU to choose, gathers on the
-host into one pinned block, and copies that. On the host a head's part of a chunk lies in one piece,
-so that few large pieces are gathered. As for DRT (`mezzo_drt.memory.host`), the rest of the host's
-memory is pageable.
+In every layer a step fetches the chunks that it has chosen: it waits for the GPU to choose, gathers
+on the host into one pinned block, and copies the block. On the host a head's part of a chunk is
+contiguous, so that few large pieces are gathered. As for DRT (`mezzo_drt.memory.host`), the rest of
+the host's memory is pageable.
 
-A segment, whose tokens together choose much of the past, brings all chunks, a layer at a time.
+The tokens of a segment together choose much of the past. So a segment copies all chunks to the
+device, one layer at a time.
 """
 
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from mezzo_drt.baselines.landmark.state import Near
 
 
 class Held(NamedTuple):
-    """What a layer holds: chunks (B, N, H, L + 1, D) on the host, and its part of `Near`."""
+    """A layer's part of the state: chunks (B, N, H, L + 1, D) on the host, and `Near`."""
 
     k: Tensor
     v: Tensor
@@ -28,7 +29,7 @@ class Held(NamedTuple):
 
 
 def brought(chunks: Tensor, near: Tensor, seen: Tensor) -> Tensor:
-    """Bring all chunks of a layer to the device, (B, N, L + 1, H, D), with the open one.
+    """Copy all chunks of a layer to the device, (B, N, L + 1, H, D), including the open one.
 
     Args:
         chunks: (B, N, H, L + 1, D), on the host.
@@ -45,7 +46,7 @@ def brought(chunks: Tensor, near: Tensor, seen: Tensor) -> Tensor:
 
 
 def nearest(grid: Tensor, seen: Tensor, count: int) -> Tensor:
-    """Return the part of `Near` that has a layer's `count` newest chunks of a grid."""
+    """Return a layer's `count` newest chunks of a grid, in the layout of `Near`."""
     N, L = grid.shape[1], grid.shape[2] - 1
     chunk = seen[:, None] // L
     slot = torch.arange(count, device=seen.device)
@@ -55,9 +56,9 @@ def nearest(grid: Tensor, seen: Tensor, count: int) -> Tensor:
 
 
 def stored(chunks: Tensor, y: int, grid: Tensor, first: int) -> Tensor:
-    """Store a layer's chunks from the `first` on in (B, Y, N, H, L + 1, D) on the host.
+    """Store layer y's chunks from `first` on in (B, Y, N, H, L + 1, D) on the host.
 
-    They are stored in place without gradients.
+    Without gradients they are stored in place.
     """
     new = grid[:, first:].transpose(2, 3).to(chunks)
     if torch.is_grad_enabled():
@@ -67,7 +68,7 @@ def stored(chunks: Tensor, y: int, grid: Tensor, first: int) -> Tensor:
 
 
 def store_(chunks: Tensor, near: Tensor, rows: Tensor, chunk: Tensor) -> None:
-    """Store the chunk (n,) that each of some rows (n,) completes, in all layers, on the host."""
+    """Copy the chunk (n,) that each row of `rows` (n,) completes to the host, in all layers."""
     slot = chunk % near.shape[2]
     chunks[rows, :, chunk] = near[rows.to(near.device), :, slot.to(near.device)].to(chunks.device)
 
@@ -104,13 +105,13 @@ def attend_(q: Tensor, k: Tensor, v: Tensor, held: Held, places: Places, reach: 
 
 
 def fetch(k: Tensor, v: Tensor, index: Tensor, device: torch.device) -> Tensor:
-    """Bring chunks of heads to the device, without waiting for the copy.
+    """Copy heads' parts of chunks to the device, without waiting for the copy.
 
     Args:
         k: (B, N, H, L + 1, D), on the host.
         v: likewise.
         index: (B, X, H, R), the chunks that each query and head reads.
-        device: where to.
+        device: the target.
 
     Returns:
         (2, B, X, H, R, L + 1, D), keys and values.

@@ -1,7 +1,7 @@
-"""Landmark attention as a stack: it puts a landmark after every L tokens, and drops it again.
+"""Landmark attention as a stack: it inserts a landmark after every L tokens, and drops it again.
 
-A baseline of DRT's paper: trained on rows that every token sees in full, and applied to longer
-ones, where each token picks its chunks in every layer and head.
+A baseline of DRT's paper. It is trained on rows so short that tokens see all of their past. In
+longer rows each token picks chunks, in every layer and head.
 """
 
 from collections.abc import Sequence
@@ -41,9 +41,9 @@ class LandmarkConfig:
 
     The defaults see 768 tokens: eight chunks of 64 that are near, and four that are retrieved.
 
-    Where chunks are chosen, a landmark's logit loses `PREFERENCE` = 1e-4 for each chunk of distance
-    (ours, so that equal logits do not fall to rounding). With chunks of 64 tokens that is at most
-    0.1 in 64K tokens, but 26 in 16M, where near chunks then win over better ones.
+    When chunks are chosen, a landmark's logit loses `PREFERENCE` = 1e-4 for each chunk of distance
+    (ours, so that rounding does not decide between equal logits). With chunks of 64 tokens this is
+    at most 0.1 in 64K tokens, but 26 in 16M tokens, where near chunks then win over better ones.
 
     Attributes:
         num_layers: Y.
@@ -102,8 +102,8 @@ class LandmarkLayer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run places (B, X, C); return them, and the grids (B, N, P, H, D) with their keys, values.
 
-        The grids are overwritten if `in_place`. Whether gradients are on does not tell: reentrant
-        checkpoints turn them off, and run the layer again on the same grids.
+        The grids are overwritten if `in_place`. That is an argument because reentrant checkpoints
+        turn gradients off, but run the layer again on the same grids.
         """
         q, k, v = self._project(x, places)
         pairs = (k_grid, k), (v_grid, v)
@@ -112,7 +112,7 @@ class LandmarkLayer(nn.Module):
         return self._add(x, out), k_grid, v_grid
 
     def step(self, x: Tensor, held: Held, places: Places) -> Tensor:
-        """Run the newest places (B, X, C), of which the chunks are offloaded; waits for a GPU."""
+        """Run the newest places (B, X, C) over offloaded chunks; waits for a GPU."""
         return self._add(x, attend_(*self._project(x, places), held, places, self.reach))
 
     def _project(self, x: Tensor, places: Places) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,7 +173,7 @@ class LandmarkStack(AbstractStack):
         x = without_padding(x, lengths)
         L = self.config.chunk_size
         if cu_seqlens is not None and can_look(x, cu_seqlens):
-            # Apart, so that a NaN of one sequence cannot reach the gradients of others.
+            # One by one, so that a NaN in one sequence cannot reach the gradients of others.
             sequences = x.split(cu_seqlens.diff().tolist(), 1)
             return torch.cat([self(part)[0] for part in sequences if part.shape[1]], 1), None
         if cu_seqlens is not None:
@@ -219,7 +219,7 @@ class LandmarkStack(AbstractStack):
     def _run(
         self, x: Tensor, k: Tensor, v: Tensor, places: Places
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run tokens and, behind them, landmarks; the grids are (B, Y, N, P, H, D)."""
+        """Run tokens, followed by landmarks; the grids are (B, Y, N, P, H, D)."""
         T = x.shape[1]
         x = self._with_landmarks(x, places)
         grids, in_place = [], not torch.is_grad_enabled()
@@ -234,9 +234,9 @@ class LandmarkStack(AbstractStack):
     def _run_offloaded(
         self, x: Tensor, state: LandmarkState, after: Tensor, places: Places
     ) -> tuple[Tensor, LandmarkState]:
-        """Run a segment; the state, which has room for it, is overwritten without gradients.
+        """Run a segment, with the chunks of one layer at a time on the device.
 
-        The chunks of one layer at a time are on the device.
+        Without gradients the state, which has room for the segment, is overwritten.
         """
         T, L, W = x.shape[1], self.config.chunk_size, self.config.local_chunks + 1
         first = min(state.seen.tolist(), default=0) // L  # no chunk before it changes
@@ -272,15 +272,15 @@ class LandmarkStack(AbstractStack):
         return x[:, :1]
 
     def _with_landmarks(self, x: Tensor, places: Places) -> Tensor:
-        """Put landmarks behind the tokens (B, T, C), for the places that are more."""
+        """Append landmarks to the tokens (B, T, C), until there is one vector for each place."""
         count = places.chunk.shape[1] - x.shape[1]
         return torch.cat([x, self.landmark.to(x.dtype).expand(x.shape[0], count, -1)], 1)
 
     def _places(self, seen: Tensor, num_tokens: int) -> Places:
         """Return the places of tokens that go on from `seen` (B,), and of the landmarks among them.
 
-        There is a landmark for each chunk that these tokens can complete. One whose chunk they do
-        not complete is computed in vain: nothing sees it before it is computed again.
+        There is a landmark for each chunk that these tokens can complete. If they do not complete
+        it, nothing sees the landmark before it is computed again.
         """
         L = self.config.chunk_size
         device = seen.device
@@ -291,10 +291,10 @@ class LandmarkStack(AbstractStack):
         return Places(chunk, offset, torch.zeros_like(chunk))
 
     def _packed_places(self, cu_seqlens: Tensor, num_tokens: int) -> tuple[Places, int]:
-        """Return the places of packed sequences, each with chunks of its own, and all chunks."""
+        """Return the places of packed sequences, which begin new chunks, and the chunk count."""
         L = self.config.chunk_size
         chunks = packed_chunks(num_tokens, L, cu_seqlens)
-        num_chunks = num_tokens // L + len(cu_seqlens) - 1  # at least; depends on no value
+        num_chunks = num_tokens // L + len(cu_seqlens) - 1  # enough for any borders
         landmarks = torch.arange(num_chunks, device=cu_seqlens.device)
         chunk = torch.cat([chunks.chunk, landmarks])
         offset = torch.cat([chunks.offset, torch.full_like(landmarks, L)])
@@ -304,7 +304,7 @@ class LandmarkStack(AbstractStack):
         """Return empty grids for keys and values."""
         c = self.config
         shape = (c.num_layers, num_chunks, c.chunk_size + 1, self.d_model // c.head_dim, c.head_dim)
-        # Not by `new_zeros`: a sharded weight's are sharded, but a process has its own rows.
+        # Not `w.new_zeros`: if `w` is sharded, the result would be too, but rows are not.
         w = self.landmark
         k = torch.zeros(batch, *shape, dtype=w.dtype, device=w.device)
         return k, torch.zeros_like(k)
@@ -319,7 +319,7 @@ class LandmarkStack(AbstractStack):
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of keys and values of one sequence: whole chunks, with landmarks.
 
-        With offload they are those of the near chunks, and one key a chunk, layer and head.
+        With offload, only the near chunks and the landmarks' keys count.
         """
         if not self.config.offload:
             return self._bytes_of_chunks(num_tokens)
@@ -342,8 +342,8 @@ class LandmarkStack(AbstractStack):
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the FLOPs per token: 2 for each weight, 4 C for each place that it sees.
 
-        Its share of a landmark, 1 / L of a token, is counted, and 2 C for each landmark that is
-        looked at to choose; norms are not.
+        Choosing chunks costs 2 C for each landmark looked at. Each token also counts 1 / L of a
+        landmark; norms do not count.
         """
         c = self.config
         matrices = [part for part in self.modules() if isinstance(part, nn.Linear)]
@@ -362,9 +362,9 @@ class LandmarkStack(AbstractStack):
 
 
 def _write(grid: Tensor, new: Tensor, places: Places, in_place: bool) -> Tensor:
-    """Put (B, X, H, D) at their places of a grid (B, N, P, H, D)."""
+    """Write (B, X, H, D) to their places in a grid (B, N, P, H, D)."""
     N, P = grid.shape[1:3]
-    slot = (places.chunk * P + places.offset).clamp(max=N * P - 1)  # beyond the room: see `step`
+    slot = (places.chunk * P + places.offset).clamp(max=N * P - 1)  # a step may be out of room
     slot = slot[..., None, None].expand_as(new)
     flat, new = grid.view(grid.shape[0], N * P, *new.shape[2:]), new.to(grid.dtype)
     if not in_place:

@@ -1,4 +1,4 @@
-"""What Landmark Attention remembers: keys and values of all places, in chunks."""
+"""The state of Landmark Attention: keys and values of all places, in chunks."""
 
 from typing import NamedTuple
 
@@ -9,12 +9,12 @@ from torch.nn import functional as F
 
 
 class Near(NamedTuple):
-    """What the device holds of rows whose chunks are offloaded. Without offload, of 0 layers.
+    """The part of the state that stays on the device with offload; without it, Y is 0.
 
     Attributes:
         landmarks: (B, Y, N, H, D), the keys of the chunks' landmarks.
-        k: (B, Y, W, H, L + 1, D), keys of the open chunk and of the W - 1 local ones: of chunk n at
-            the remainder of n by W. Places beyond the newest token hold anything.
+        k: (B, Y, W, H, L + 1, D), keys of the open chunk and of the W - 1 local ones; chunk n is in
+            slot n % W. Places beyond the newest token hold anything.
         v: likewise the values.
     """
 
@@ -32,7 +32,7 @@ class LandmarkState(NamedTuple):
             are read.
         v: likewise the values.
         seen: (B,) int64, the tokens of each row.
-        near: what the device holds with offload.
+        near: the part on the device with offload.
     """
 
     k: Tensor
@@ -49,7 +49,7 @@ def initial_state(
     P, H, D = chunk
 
     def zeros(*sizes: int, device: torch.device = like.device) -> Tensor:
-        # Not by `new_zeros`: a sharded weight's are sharded, but a process has its own rows.
+        # Not `like.new_zeros`: if `like` is sharded, the result would be too, but rows are not.
         return torch.zeros(batch, *sizes, dtype=like.dtype, device=device)
 
     where, sizes = like.device, (P, H, D)
@@ -66,7 +66,7 @@ def grown(state: LandmarkState, num_tokens: int, chunk_size: int) -> LandmarkSta
     """Return a copy of the state with room for `num_tokens` more tokens of every row.
 
     Raises:
-        ValueError: if its parts do not belong together.
+        ValueError: if parts of the state disagree.
     """
     N, L = check_chunks(state), chunk_size
     check_counts("LandmarkStack", "state.seen", state.seen, "N L", N * L)
@@ -82,7 +82,7 @@ def grown(state: LandmarkState, num_tokens: int, chunk_size: int) -> LandmarkSta
 
 
 def check_chunks(state: LandmarkState) -> int:
-    """Return N; a ValueError if the device holds not as many landmarks."""
+    """Return N; raise a ValueError if the device has landmarks of another number of chunks."""
     N = state.k.shape[2]
     _, num_layers, found, *_ = state.near.landmarks.shape
     if num_layers and found != N:

@@ -42,9 +42,9 @@ def grouped_cross_attention(
 ) -> Float[Tensor, "B N M H D"]:
     """Attend from each chunk's queries to the chunks that it retrieved, each by its own softmax.
 
-    Section 3.1, Equations 2 and 3. `grouped_cross_attention_reference` is the definition: what each
-    retrieved chunk gives is summed by the chunks' weights. Differentiable in q, k, v and weights;
-    there is no double backward. Softmax and sums are in float32 (float64 for float64).
+    Section 3.1, Equations 2 and 3. `grouped_cross_attention_reference` is the definition: the
+    result is the weighted sum of the outputs of the retrieved chunks. Differentiable in q, k, v and
+    weights, but only once. Softmax and sums are in float32 (float64 for float64).
 
     The kernels read chunks by their index, without copies of them, and keep no attention weights
     for the backward. They use no atomics, so repeats are equal to the bit.
@@ -53,15 +53,15 @@ def grouped_cross_attention(
         q: (B, N, M, H, D), the queries of N chunks, M places each (with a landmark L + 1).
         k: (B, S, L, H, D), the keys of S chunks.
         v: (B, S, L, H, D), their values.
-        indices: (B, N, R) int64, which chunks of its row each chunk reads; -1 for none, whose
-            weight is not read. A chunk may be read by any number of chunks. Values are checked on
-            the CPU only: on a GPU a wrong one reads foreign memory.
+        indices: (B, N, R) int64, which chunks of its row each chunk reads; -1 for none. A chunk may
+            be read by any number of chunks. Values are checked on the CPU only: on a GPU a wrong
+            index reads foreign memory.
         weights: (B, N, R), the weight of each retrieved chunk, of any float dtype.
-        softmax1: softmax1(s)_i = exp(s_i) / (1 + Σ exp(s)), with which a query may ignore a chunk;
+        softmax1: use softmax1(s)_i = exp(s_i) / (1 + Σ exp(s)), so that a query may ignore a chunk;
             False for the softmax.
         scale: of the products of queries and keys; None for D^-1/2.
-        readers: `readers_of(indices, S)`, for calls that share their indices: the kernels' backward
-            then need not list again who reads each chunk.
+        readers: `readers_of(indices, S)`, for calls that share their indices: it saves the kernels'
+            backward this computation.
         impl: "reference"; "triton" (D a power of 2 from 16 to 256, L to 128, not in float64); or
             "auto".
 
@@ -69,9 +69,9 @@ def grouped_cross_attention(
         (B, N, M, H, D) in the dtype of q; 0 where nothing is retrieved.
 
     Raises:
-        TypeError: if a tensor or an option is of the wrong kind, or q, k and v of several dtypes.
+        TypeError: if a tensor or an option has the wrong type, or q, k and v differ in dtype.
         ValueError: if shapes or devices disagree, an index is not from -1 to S - 1, or `impl`
-            cannot be met; the message names the argument.
+            cannot do the request; the message names the argument.
     """
     sizes = _SHAPES.check(OP, q, k, v, indices, weights)
     check_one_dtype(OP, q=q, k=k, v=v)
@@ -83,7 +83,7 @@ def grouped_cross_attention(
     if scale is None:
         scale = q.shape[-1] ** -0.5
     check_number(OP, "scale", scale)
-    if scale <= 0:  # the kernels look for the largest logits before they scale them
+    if scale <= 0:  # the kernels take the maximum before they scale, so the scale must be positive
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
     if resolve_impl(OP, impl, q.device, _unsupported(k)) == "triton":
         tensors = (q.contiguous(), k, v, indices.contiguous(), weights.float().contiguous())
@@ -91,14 +91,14 @@ def grouped_cross_attention(
         if readers is not None:
             lists = (readers.order, readers.offsets, readers.parts, readers.chunks)
         return differentiable_attention(*tensors, *lists, softmax1, float(scale))[0]
-    if k.shape[1] == 0:  # a chunk that nobody reads, for the reference to gather from
+    if k.shape[1] == 0:  # the reference gathers from a chunk, though nobody reads it
         k, v = (torch.cat([x, x.new_zeros(x.shape[0], 1, *x.shape[2:])], 1) for x in (k, v))
     with without_autocast(q.device):
         return grouped_cross_attention_reference(q, k, v, indices, weights, softmax1, scale)
 
 
 def _check_readers(readers: Any, indices: Tensor, chunks: int) -> None:
-    """Check that the lists can be those of the indices; their values are not read."""
+    """Check that the sizes of the lists fit the indices; no values are read."""
     if not isinstance(readers, Readers):
         raise TypeError(f"{OP}: readers must come from readers_of, got {type(readers).__name__}")
     found = (len(readers.order), len(readers.offsets))
@@ -110,7 +110,7 @@ def _check_readers(readers: Any, indices: Tensor, chunks: int) -> None:
 
 
 def _unsupported(k: Tensor) -> str | None:
-    """Say what the kernels cannot do here, and what they can."""
+    """Say why the kernels cannot do the request, or None if they can."""
     L, D = k.shape[2], k.shape[4]
     if k.dtype not in TRITON_DTYPES:
         return f"{k.dtype}; supported: float32, bfloat16, float16"

@@ -1,4 +1,4 @@
-"""What the op computes, apart from its tensors."""
+"""The options of the op."""
 
 from typing import NamedTuple
 

@@ -13,7 +13,7 @@ from mezzo_drt.ops.grouped_cross_attention.saved import Saved
 
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor indices, Tensor weights"
 _READERS = "Tensor? order, Tensor? offsets, Tensor? parts, Tensor? chunks"
-"""The tensors of `Readers`, or none of them: then the backward lists the readers."""
+"""The tensors of `Readers`; if None, the backward computes them."""
 _FORM = "bool softmax1, float scale"
 _GRADIENTS = "(Tensor, Tensor, Tensor, Tensor)"
 

@@ -1,4 +1,4 @@
-"""Who reads each chunk: the lists by which gradients of keys and values are summed in order."""
+"""Lists who reads each chunk, so that its gradients are summed in a fixed order."""
 
 from typing import Any, NamedTuple
 
@@ -13,21 +13,21 @@ _INDICES = Shapes(indices="int64: B N R")
 class Readers(NamedTuple):
     """The reads of each chunk, split into parts of at most `size` reads.
 
-    A read is one entry of the indices (B, N, R), a chunk one of B S. Of a chunk's parts all but the
-    last are early: their sums are stored, and the last part adds them up. Only values depend on
-    which chunks are read, never shapes, so that nothing waits for the GPU.
+    A read is one entry of the indices (B, N, R); chunks are numbered from 0 to B S - 1. All parts
+    of a chunk but the last are *early*: their sums are stored, and the last part adds them up. No
+    shape depends on the values of indices, so nothing waits for the GPU.
     """
 
     order: Tensor
-    """(B N R,) int32: all reads, sorted by the chunk that is read, and then by place."""
+    """(B N R,) int32: all reads, sorted by the chunk that is read, then by their place."""
     offsets: Tensor
     """(B S + 1,) int64: chunk c has the reads `order[offsets[c] : offsets[c + 1]]`."""
     parts: Tensor
-    """(B S + 1,) int64: chunk c has the early parts from `parts[c]` to `parts[c + 1]`."""
+    """(B S + 1,) int64: chunk c has the early parts `parts[c]` to `parts[c + 1]` (exclusive)."""
     chunks: Tensor
-    """(early parts at most,) int64: the chunk of each early part, B S if there is no such part."""
+    """(most early parts,) int64: the chunk of each early part; B S if there are fewer parts."""
     size: int
-    """Reads of an early part; the last part has 1 to `size`, or none if the chunk is not read."""
+    """Reads in an early part; the last part has 1 to `size`, or none if the chunk is not read."""
 
 
 def readers_of(indices: Tensor, S: int) -> Readers:
@@ -35,7 +35,7 @@ def readers_of(indices: Tensor, S: int) -> Readers:
 
     Raises:
         TypeError: if the indices are no int64 tensor, or S is no int.
-        ValueError: if an index is not from -1 to S - 1 (on a CPU), or a shape is another.
+        ValueError: if a shape is wrong or, on a CPU, an index is not from -1 to S - 1.
     """
     check_size("readers_of", "S", S, 0)
     check_indices("readers_of", indices, S)
@@ -43,11 +43,11 @@ def readers_of(indices: Tensor, S: int) -> Readers:
     size = part_size(R)
     rows = torch.arange(B, device=indices.device)[:, None, None]
     chunk = torch.where(indices >= 0, indices + rows * S, B * S).flatten()
-    chunk, order = chunk.to(torch.int32).sort(stable=True)  # which sorts faster than int64
+    chunk, order = chunk.to(torch.int32).sort(stable=True)  # int32 sorts faster than int64
     borders = torch.arange(B * S + 1, dtype=torch.int32, device=indices.device)
     offsets = torch.searchsorted(chunk, borders)
     early = (offsets.diff() - 1).clamp(min=0) // size
-    # Not `parts[1:]`: compiled for a GPU, torch's searchsorted forgets where a view begins
+    # Not the view `parts[1:]`: compiled for a GPU, torch's searchsorted ignores its offset
     # (pytorch/pytorch#182343).
     ends = early.cumsum(0)
     parts = torch.nn.functional.pad(ends, (1, 0))
@@ -68,9 +68,9 @@ def check_indices(op: str, indices: Any, S: int) -> None:
 
 
 def part_size(R: int) -> int:
-    """Return the reads of an early part if every chunk reads R others.
+    """Return the reads in an early part if every chunk reads R others.
 
-    A chunk is read R times on average, so few have early parts: these fill at most half of what
-    keys and values do.
+    A chunk is read R times on average, so few chunks have early parts. Their sums take at most half
+    the memory of keys and values.
     """
     return max(16, 2 * R)

@@ -8,7 +8,7 @@ from torch import Tensor
 def grouped_cross_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, weights: Tensor, softmax1: bool, scale: float
 ) -> Tensor:
-    """Attend to each retrieved chunk alone, and sum what comes out by the chunks' weights.
+    """Attend to each retrieved chunk alone, and return the weighted sum of the outputs.
 
         O_j = softmax1(scale q k_jᵀ) v_j,    softmax1(s)_i = exp(s_i) / (1 + Σ exp(s))
         out = Σ_j w_j O_j,                   over the chunks j that are retrieved
@@ -29,9 +29,9 @@ def grouped_cross_attention_reference(
     rows = torch.arange(q.shape[0], device=q.device)[:, None, None]
     is_read = indices >= 0
     if k.requires_grad or v.requires_grad or in_transform():
-        k, v = k.to(high), v.to(high)  # so that the readers' gradients are summed in `high`
+        k, v = k.to(high), v.to(high)  # so that gradients of several readers are summed in `high`
     k, v = (x[rows, indices.clamp(min=0)].to(high) for x in (k, v))  # (B, N, R, L, H, D)
-    # What is not read may hold anything, NaN too.
+    # Chunks that are not read may hold anything, even NaN.
     k, v = (x.masked_fill(~is_read[..., None, None, None], 0) for x in (k, v))
     logits = torch.einsum("bnmhd,bnrlhd->bnrhml", q.to(high), k) * scale
     if softmax1:  # one more key of logit 0, whose value is 0

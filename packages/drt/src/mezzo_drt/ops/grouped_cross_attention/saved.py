@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 class Saved(NamedTuple):
-    """The tensors that the backward needs: what each chunk gave is computed anew."""
+    """The tensors that the backward needs; it recomputes the attention weights."""
 
     q: Tensor
     """(B, N, M, H, D)."""
@@ -19,4 +19,4 @@ class Saved(NamedTuple):
     weights: Tensor
     """(B, N, R) float32."""
     lse: Tensor
-    """(B, N, R, H, M) float32: natural log-sum-exp of a query's logits over one chunk."""
+    """(B, N, R, H, M) float32: the natural log-sum-exp of a query's logits over one chunk."""

@@ -1,4 +1,4 @@
-"""The gradient of the queries, and what that of the chunks needs from it."""
+"""The gradient of the queries, and statistics that the gradient of the chunks needs."""
 
 import math
 
@@ -27,7 +27,7 @@ from mezzo_drt.ops.grouped_cross_attention.triton.tiles import (
 def store_stats(stats, o_l, b_lse, b_delta, b_w, mask):
     """Store lse in base 2, delta, the weight of the read and a zero, side by side.
 
-    One vector of four is loaded in one go where the chunks' gradients gather the queries.
+    So one load brings all four where the gradients of chunks gather queries.
     """
     b_zero = tl.zeros_like(b_lse)
     b_stats = tl.join(tl.join(b_lse, b_w), tl.join(b_delta, b_zero))
@@ -53,10 +53,10 @@ def queries_bwd_kernel(
     R: tl.constexpr, L: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, READS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sum dq over the chunks read, and store what the gradient of each chunk needs.
+    """Sum dq over the chunks read, and store the stats that the gradient of each chunk needs.
 
-    delta = Σ p dp is also do · O_j, so that its sum over heads and queries is the gradient of w_j.
-    A query that is left over has no program here: `chunks_bwd` does all this for it.
+    delta = Σ p dp equals do · O_j, so its sum over heads and queries is the gradient of w_j. A
+    query that is left over (see `tiles.py`) has no program here: `chunks_bwd` does all this for it.
     """
     i_h, i_c, i_m = place(chunks, tiles)
     first = i_c // N * S
@@ -102,9 +102,9 @@ def queries_bwd_kernel(
 
 
 def queries_bwd(dout: Tensor, saved: Saved, form: Form) -> tuple[Tensor, Tensor]:
-    """Return dq, and stats (B, N, R, H, M, 4) float32 for each chunk read, see `store_stats`.
+    """Return dq, and stats (B, N, R, H, M, 4) float32 of each read, see `store_stats`.
 
-    Both lack the query that is left over, if `backward_tiles` leaves one.
+    Both lack the query that is left over, if there is one.
     """
     q, k, v, indices, weights, lse = saved
     (B, N, M, H, D), (_, S, L, *_), R = q.shape, k.shape, indices.shape[2]

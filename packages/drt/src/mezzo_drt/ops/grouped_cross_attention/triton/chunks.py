@@ -1,4 +1,4 @@
-"""The gradients of keys and values: each chunk's, summed over its readers in order."""
+"""The gradients of each chunk's keys and values, summed over its readers in a fixed order."""
 
 import math
 
@@ -30,9 +30,9 @@ def add_queries(
     QUERIES: tl.constexpr, M: tl.constexpr, R: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     BM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add to dk and dv what the first QUERIES queries of `count` readers give.
+    """Add the contributions of the first QUERIES queries of `count` readers to dk and dv.
 
-    They are one row of queries, of which BM come at a time.
+    All these queries form one sequence, of which BM are loaded at a time.
     """
     o_d = tl.arange(0, D)
     for t in range(0, count * QUERIES, BM):
@@ -61,9 +61,9 @@ def add_last_queries(
     M: tl.constexpr, R: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what the last query of each reader gives; store its delta, and its dq from this chunk.
+    """Add the contribution of each reader's last query; store its delta and its dq of this chunk.
 
-    As the program has all keys of the chunk, delta is a sum over the rows of its tile.
+    The program has all keys of the chunk, so delta is a sum over the rows of its tile.
     """
     o_d = tl.arange(0, D)
     for t in tl.range(0, count, BM, num_stages=2):
@@ -120,7 +120,7 @@ def chunks_bwd_kernel(
             b_dk, b_dv, b_k, b_v, do, q, stats, order + begin, count, i_h, scale2,
             M - 1 if ONE_MORE else M, M, R, H, D, BM, PRECISION,
         )  # fmt: skip
-        if ONE_MORE:  # 16, the least that a product takes: most chunks have fewer readers
+        if ONE_MORE:  # BM = 16 is the least for tl.dot, and most chunks have fewer readers
             b_dk, b_dv = add_last_queries(
                 b_dk, b_dv, b_k, b_v, do, q, weights, lse, stats, dlast, order + begin, count, i_h,
                 scale, scale2, M, R, H, D, 16, PRECISION,
@@ -148,7 +148,7 @@ def chunk_tiles(M: int, L: int, D: int, dtype: torch.dtype) -> Tiles:
     if D == 128:
         return Tiles(32, BN, 4 if BN <= 64 else 8, 2)
     if BN * D <= 64 * 64:
-        # Small tiles leave registers for a third program, and loads go further ahead.
+        # Small tiles leave registers for a third program, and loads are issued further ahead.
         return Tiles(32, BN, 4, 5)
     return Tiles(64, BN, 8, 2)
 
@@ -162,7 +162,7 @@ def chunks_bwd(
     dk, dv = (x.new_empty(x.shape) for x in (k, v))
     one_more = backward_tiles(M, L, D, q.dtype).one_more
     dlast = None
-    if one_more:  # zeros, because a read of no chunk is in no list
+    if one_more:  # zeros, because reads of no chunk (-1) are in no list
         dlast = lse.new_zeros(B, N, R, H, D)
         stats[..., -1, 1] = 0
     if dk.numel() > 0:

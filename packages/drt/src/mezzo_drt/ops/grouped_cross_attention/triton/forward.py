@@ -1,4 +1,4 @@
-"""The forward: what the queries of a chunk get from the chunks that it reads."""
+"""The forward: attention from the queries of a chunk to the chunks that it reads."""
 
 import math
 

@@ -1,12 +1,11 @@
 """What the kernels share: the sizes of their tiles, where a chunk is, and a read's key tile.
 
-A program has BM queries of one head in one chunk, and reads chunks of at most BN keys at a time.
-With landmarks there are L + 1 queries, so one is left over when tiles have L. In the forward the
-program of the last tile takes it: a tile of its own has a column for each of the R reads, where the
-logits of this one query gather during the loop over the chunks. Their softmax is then computed
-once, and a second loop brings the values. Keys are the rows of that tile, as matrix units have many
-rows. In the backward the programs that have a chunk's keys take the queries of all its readers that
-are left over.
+A program has BM queries of one head in one chunk, and reads at most BN keys of a chunk at a time.
+With landmarks there are L + 1 queries, so if tiles have L, one query is left over. In the forward
+the program of the last tile takes it. It collects this query's logits in an extra tile, with keys
+as rows (matrix units have many rows) and a column for each of the R reads. After the loop over the
+chunks it computes the softmax of all columns at once, and a second loop reads the values. In the
+backward, the program that has a chunk's keys takes the left-over queries of all readers.
 """
 
 import math
@@ -31,15 +30,15 @@ class Tiles(NamedTuple):
     """The sizes of a launch."""
 
     BM: int
-    """Queries of a tile."""
+    """Queries in a tile."""
     BN: int
-    """Keys of a tile."""
+    """Keys in a tile."""
     num_warps: int
     num_stages: int
     registers: int | None = None
-    """Of a thread, at most: fewer let more programs run on a multiprocessor."""
+    """The most registers of a thread: fewer let more programs run on a multiprocessor."""
     one_more: bool = False
-    """Whether whole tiles leave one query over, which other programs take too."""
+    """Whether whole tiles leave one query over, see above."""
 
     def count(self, M: int) -> int:
         """Return the number of tiles for M queries."""
@@ -59,8 +58,8 @@ class Tiles(NamedTuple):
         }
 
     def query_settings(self, x: Tensor, R: int) -> dict[str, Any]:
-        """Return the constants of a launch whose programs have queries that read R chunks."""
-        reads = max(16, next_power_of_2(R))  # the least that a product takes
+        """Return the constants of a launch whose programs own queries, which read R chunks."""
+        reads = max(16, next_power_of_2(R))  # 16 is the least for tl.dot
         return {**self.settings(x), "R": R, "READS": reads}
 
 
@@ -101,13 +100,13 @@ backward_tiles = partial(tile_sizes, wide=64, stages=3, registers=168)
 
 
 def chunked(x: Tensor, BN: int) -> TensorDescriptor:
-    """Describe keys or values (B, S, L, H, D) to the GPU, in pieces of BN rows of a chunk and head.
+    """Return a descriptor of keys or values (B, S, L, H, D), for tiles of BN rows of one head.
 
-    Its copy engine computes the addresses, which costs the programs none of their registers. It
-    wants chunks at equal distances, and everything at multiples of 16 bytes: else x is copied.
+    With it the GPU's copy engine computes addresses, which saves registers. The engine wants chunks
+    at equal distances, and everything at multiples of 16 bytes; otherwise x is copied.
     """
     if x.shape[1] == 0:
-        x = x.new_zeros(len(x), 1, *x.shape[2:])  # it takes no empty tensors, and nobody reads this
+        x = x.new_zeros(len(x), 1, *x.shape[2:])  # descriptors must not be empty; nobody reads it
     B, S, L, H, D = x.shape
     chunk = x.stride(0 if S == 1 else 1)  # the stride of an axis of size 1 says nothing
     one_row = x.stride()[3:] == (D, 1)
@@ -130,9 +129,9 @@ def place(chunks, tiles):
 
 @triton.jit
 def load_reads(indices, weights, i_c, R: tl.constexpr, READS: tl.constexpr):
-    """Load the R chunks that a chunk reads, and their weights, before the loop over them.
+    """Load the indices of the R chunks that a chunk reads, and their weights, before the loop.
 
-    A load whose address comes from another load of the loop would be pipelined one stage less.
+    If these loads were in the loop, those of keys would depend on them and start a stage later.
     """
     o_r = tl.arange(0, READS)
     b_index = tl.load(indices + i_c * R + o_r, mask=o_r < R, other=-1).to(tl.int32)
@@ -149,16 +148,16 @@ def pick(b_x, r):
 def row_offsets(o_m, i_h, H: tl.constexpr, D: tl.constexpr):
     """Return the offsets (BM, D) of rows of one head, from the first row of their chunk.
 
-    They are int32, half the registers of int64: only what a chunk's place adds can be large.
+    They are int32, with half the registers of int64: only the offset of a chunk can be large.
     """
     return (o_m[:, None] * H + i_h) * D + tl.arange(0, D)[None, :]
 
 
 @triton.jit
 def load_keys(x, index, first, j, i_h, BN: tl.constexpr, D: tl.constexpr):
-    """Load BN rows (BN, D) of chunk `first + index` of a descriptor, from row j.
+    """Load rows j to j + BN, (BN, D), of chunk `first + index` of a descriptor.
 
-    Rows after the chunk's last are zeros, and so are all if the index is -1.
+    Rows beyond the chunk are zeros; if the index is -1, all rows are.
     """
     i_c = tl.where(index >= 0, first + index, -1).to(tl.int32)
     return tl.reshape(x.load([i_c, j, i_h * D]), [BN, D])
@@ -169,7 +168,7 @@ def logits(
     b_a, b_b, j, L: tl.constexpr, BN: tl.constexpr, AXIS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return a bᵀ, with -inf for keys after the last; keys are along AXIS."""
+    """Return a bᵀ, with -inf for keys beyond L; keys are along AXIS."""
     b_s = tl.dot(b_a, tl.trans(b_b), input_precision=PRECISION)
     if L % BN:
         m_l = tl.expand_dims(j + tl.arange(0, BN) < L, 1 - AXIS)
