@@ -7,7 +7,7 @@ import torch
 from mezzo_core.nn import LMConfig
 from mezzo_core.nn.generate import generate
 from mezzo_core.testing.numerics import assert_close
-from mezzo_drt import DRTConfig, stack
+from mezzo_drt import DRTConfig, upper
 from mezzo_drt.ops.grouped_cross_attention import op, readers_of
 
 VOCAB, L = 24, 4
@@ -156,7 +156,7 @@ def test_a_model_learns_to_retrieve_a_needle():
 def test_layers_of_a_group_share_the_lists_of_who_reads_a_chunk(monkeypatch):
     calls = []
     listed = lambda *read: calls.append(read) or readers_of(*read)  # noqa: E731
-    monkeypatch.setattr(stack, "readers_of", listed)
+    monkeypatch.setattr(upper, "readers_of", listed)
     monkeypatch.setattr(op, "readers_of", None)
     config = replace(STACK, num_layers=8, num_groups=2)
     layers = config.build(32).cuda()
