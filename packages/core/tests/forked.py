@@ -1,4 +1,4 @@
-"""Scripts in processes of their own that are soon ready."""
+"""Runs scripts in processes of their own that start fast."""
 
 import multiprocessing
 import os
@@ -11,16 +11,16 @@ from pathlib import Path
 import torch
 
 FORKS = multiprocessing.get_context("forkserver")
-# What a training imports, at once or late, takes seconds: one process does so for all its forks.
+# All that a training imports takes seconds: one process imports it for all its forks.
 FORKS.set_forkserver_preload(
     ["mezzo_core.train.loop", "torch._dynamo", "matplotlib.backends.backend_agg"]
 )
 
 
 class ForkedScript:
-    """A script that runs on one thread of a process of its own, used like `subprocess.Popen`.
+    """A script in a process of its own, with one thread; used like `subprocess.Popen`.
 
-    The process is forked from one that has imported what a training needs, and done nothing else.
+    The process is forked from one that has only imported what a training needs.
     """
 
     def __init__(self, path: Path, *words: str, environment: Mapping[str, str]) -> None:

@@ -64,7 +64,7 @@ def test_a_step_is_one_graph_of_torch_compile(stack):
 
 @torch.no_grad()
 def test_landmarks_run_as_they_are_told(stack):
-    """Also if what they return is overwritten by the next, as that of a graph is."""
+    """Also if the next run overwrites their result, as a CUDA graph does."""
     works, results = [], []
 
     def run(work, state):

@@ -60,7 +60,7 @@ def test_every_law_is_kept(form, law):
     LAWS[law](build(FORMS[form]))
 
 
-# One form of each state and each retriever: what else a form says reads no argument.
+# One form of each state and each retriever; other differences concern no argument.
 @pytest.mark.parametrize("form", ["one group", "two groups", "fixed", "offload", "chunks of one"])
 def test_arguments_replaced_are_refused_by_name(form):
     few = {"num_layers": 2 * FORMS[form].num_groups}

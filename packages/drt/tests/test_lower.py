@@ -1,4 +1,4 @@
-"""Mixers in the lower half: which are taken. test_laws.py has what they compute."""
+"""Mixers in the lower half: which ones are accepted. test_laws.py tests what they compute."""
 
 from dataclasses import dataclass
 

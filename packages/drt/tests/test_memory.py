@@ -252,7 +252,7 @@ def test_a_state_whose_parts_do_not_belong_together_is_refused_and_left_alone(st
     for call in calls:
         with pytest.raises(ValueError, match=rf"state\.{cut} must"):
             call()
-    # Room that nothing has written yet may hold any bits, those of NaN too.
+    # Unwritten room may hold any bits, even those of NaN.
     for old, now in zip(kept, tree_leaves(bad), strict=True):
         torch.testing.assert_close(now, old, rtol=0, atol=0, equal_nan=True)
 
@@ -264,7 +264,7 @@ def test_the_work_before_a_step_names_a_state_of_another_kind(stack):
 
 @pytest.mark.parametrize("way", ["forward", "steps", "steps of a state from before"])
 def test_what_a_backward_may_need_is_not_overwritten(way, monkeypatch):
-    """The kernels save the buffers that they read, as torch does by its count of versions."""
+    """The kernels save the buffers that they read; torch would notice a write by their version."""
     stack, x, saved = build(), torch.randn(1, 2 * L, C), []
     attend = layer.grouped_cross_attention
     _, state = run(stack, torch.randn(1, 9 * L, C), L)

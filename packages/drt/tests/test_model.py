@@ -26,9 +26,9 @@ def model(std=0.5, **fields):
 
 
 def needles(batch, num_chunks, generator):
-    """Return rows of noise with a needle, a chunk "0 a b c", which is to be repeated at the end.
+    """Return rows of noise with a needle, a chunk "0 a b c", which must be repeated at the end.
 
-    Before the end comes a chunk of ones. It has to find the needle, of which nothing is within
+    The chunk before the end is "1 1 1 1". Its landmark must retrieve the needle, which is out of
     reach of the windows of two layers.
     """
     tokens = torch.randint(4, VOCAB, (batch, num_chunks * L), generator=generator)
@@ -45,7 +45,7 @@ def needles(batch, num_chunks, generator):
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_an_assistant_changes_no_token(offload):
-    """What it proposes in vain may have completed chunks, and retrieved."""
+    """Rejected tokens may have completed chunks, and retrieved."""
     config = replace(STACK, offload=offload)
     lm = LMConfig(VOCAB, 32, init_std=0.5, stack=config, tie_embeddings=False).build().double()
     prompts = [[1, 2, 3], list(range(12)), list(range(23))]

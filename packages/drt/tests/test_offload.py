@@ -58,7 +58,7 @@ def decode(stack, x, sizes, steps, lengths=None):
 
 
 def parts(state):
-    """What a state has of the chunks: on the host, and on the device."""
+    """Return the parts of a state with chunks: those on the host, and those on the device."""
     if isinstance(state, DRTState):
         return state.memory[1:], (state.memory.keys, *state.fetched)
     return state[:2], (state.seen, *state.near)
@@ -105,7 +105,7 @@ def test_torchs_default_device_may_be_another(config, offload):
 @pytest.mark.gpu
 @pytest.mark.parametrize("law", [law for law in LAWS if law != "isolated"])
 def test_laws_on_a_gpu(law):
-    """But one: the kernels of softmax attention let a NaN reach other queries of its row."""
+    """All but one: on a GPU, attention lets a NaN reach other queries of its row."""
     LAWS[law](build("cuda"))
 
 
@@ -127,7 +127,7 @@ def test_a_segment_fetches_each_chunk_that_it_reads_once_a_group(monkeypatch):
     x, state = torch.randn(2, 80 * L, C), stack.init_state(2)
     for segment in x.split(2 * L, 1):
         _, state = stack(segment, state)
-    # In each of two groups what 2 chunks read; then what the open chunk reads in both groups.
+    # A segment fetches for its 2 chunks, once a group, and then for the open chunk, once in all.
     assert max(fetched) == 2 * R
     assert len(fetched) == 40 * 3
 

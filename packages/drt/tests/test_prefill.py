@@ -1,4 +1,4 @@
-"""A prompt is read exactly, though upper layers run over its last places alone."""
+"""A prefill is exact, though upper layers run over the last places of a prompt only."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -70,7 +70,7 @@ def test_the_last_output_and_all_that_follows_are_those_of_a_forward(form):
 
 
 def test_padding_behind_rows_of_one_length_changes_nothing():
-    """Also where the last token has its landmark behind it, or ends the segment."""
+    """Also if a landmark follows the last token, or the segment ends with it."""
     stack = build(CONFIG)
     for length in range(40, 40 + L + 1):
         x, state = torch.randn(2, length + 3, C, dtype=torch.float64), stack.init_state(2)

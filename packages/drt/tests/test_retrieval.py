@@ -49,7 +49,7 @@ def test_the_best_chunks_are_chosen_and_weighed(tiles, monkeypatch):
 @pytest.mark.parametrize("tile", [100, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_of_chunks_with_equal_keys_the_earliest_are_chosen(tile, dtype, monkeypatch):
-    """A product of matrices rounds its columns each in its own way, and `topk` orders them so."""
+    """A matrix product rounds equal columns differently, and `topk` orders them by the rounding."""
     monkeypatch.setattr(retrieval, "TILE_KEYS", tile)
     draws = torch.Generator().manual_seed(0)
     keys = torch.randn(2, 40, generator=draws)[torch.arange(50) % 2][None].to(dtype)

@@ -1,4 +1,4 @@
-"""The speeds on a CPU: that they are of what they say."""
+"""Measurements of speed on a CPU measure what they claim to measure."""
 
 from dataclasses import replace
 from itertools import product

@@ -100,7 +100,7 @@ def define(stack, x):
     size = len(stack.upper) // config.num_groups
     for i, layer in enumerate(stack.upper):
         if i % size == 0:
-            reads = {0: []}  # chunk: pairs of what it reads and by which weight
+            reads = {0: []}  # for each chunk, the chunks that it reads and their weights
             for n in range(N):
                 h = stream[n * M + L]
                 query = keys[n] if config.retriever == "fixed" else stack.queries[i // size](h)
@@ -298,9 +298,9 @@ def test_the_papers_128m_model_has_its_number_of_weights(projections, millions):
 
 @pytest.mark.parametrize(("fields", "T"), [({}, 1280), ({"num_retrieved": 9}, 128), ({}, 16)])
 def test_flops_are_those_that_torch_counts(fields, T):
-    """Torch does not see the products of attention here, and counts those that are masked.
+    """Torch's counter misses the products of attention, and counts masked ones in the op.
 
-    It also counts how what is read is weighed, which is told no more than other sums.
+    It also counts the weighted sum of the chunks, which `flops_per_token` leaves out.
     """
     config = replace(CONFIG, chunk_size=16, num_layers=4, num_groups=2, hidden=40, **fields)
     stack, (C, L, R) = config.build(48), (48, 16, config.num_retrieved)

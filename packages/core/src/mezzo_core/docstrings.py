@@ -1,4 +1,4 @@
-"""What docstrings say of fields and arguments, and commands that take these as flags."""
+"""Reads descriptions of arguments from docstrings, and gives commands such arguments as flags."""
 
 import inspect
 import re
@@ -7,7 +7,7 @@ from inspect import Parameter
 
 
 def described(text: str | None, heading: str) -> dict[str, str]:
-    """Return what a docstring says of each name under a heading, such as "Args"."""
+    """Return the description of each name under a docstring's heading, such as "Args"."""
     told = inspect.cleandoc(text or "").partition(f"\n{heading}:\n")[2].partition("\n\n")[0]
     found = re.findall(r"^    (\w[\w, ]*): (.*(?:\n {8}.*)*)", told, re.MULTILINE)
     return {
@@ -20,7 +20,7 @@ def described(text: str | None, heading: str) -> dict[str, str]:
 def with_parameters(
     command: Callable[..., None], parameters: Iterable[Parameter]
 ) -> Callable[..., None]:
-    """Return a command for typer that has these parameters in the place of its `**flags`."""
+    """Return the command for typer, with these parameters in place of its `**flags`."""
     signature = inspect.signature(command)
     own = [p for p in signature.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
     every = [*own, *parameters]

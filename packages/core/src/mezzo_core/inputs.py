@@ -77,7 +77,7 @@ def fitting_tokenizer(
 
 
 def told(extra: Mapping[str, Any], name: str, kind: type[Value], folder: Path) -> Value:
-    """Return an entry of "extra" in a model's config.json, such as its tokenizer.
+    """Return an entry of "extra" in a model's config.json, such as "tokenizer".
 
     Raises:
         UserError: if there is no such entry, or it has another type.

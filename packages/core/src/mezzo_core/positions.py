@@ -190,7 +190,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             f"{tuple(x.shape)}, got {tuple(cos.shape)}"
         )
     cos, sin = cos[..., None, :], sin[..., None, :]
-    # float64 stays float64, so that gradients can be checked in it.
+    # float64 is not rounded, so gradients can be checked in it.
     left, right = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
     rotated = torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
     return rotated.to(x.dtype)

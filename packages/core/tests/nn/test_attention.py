@@ -43,7 +43,7 @@ CONFIGS = {
 }
 AS_OTHERS = {"nope", "alibi", "layer norms", "wide", "narrow and scaled"}
 AS_OTHERS |= {"normed", "normed by head"}
-"""Forms whose state is as that of another form."""
+"""Forms whose state has the layout of another form's."""
 configs = pytest.mark.parametrize("name", CONFIGS)
 some = settings(max_examples=15, deadline=None)
 

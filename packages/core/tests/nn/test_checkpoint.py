@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 @pytest.fixture
 def allow(mixer_config):
-    """The package of this folder's own mixer, which no one else may name."""
+    """The package of the toy mixer, which a file may not name without leave."""
     return (type(mixer_config).__module__.partition(".")[0],)
 
 
@@ -217,7 +217,7 @@ def test_saving_without_the_library_says_what_brings_it(model, config, folder, m
 def test_a_model_that_is_saved_anew_while_it_is_loaded_is_loaded_anew(
     saved, model, config, allow, monkeypatch, moment
 ):
-    """As by a run that still trains: neither an error nor new weights beside the old step."""
+    """A training may save at any moment: that gives no error, nor new weights with an old step."""
     newer, todo = config.build(), [1]
     original = getattr(checkpoint, moment)
 

@@ -437,7 +437,7 @@ def graphs(monkeypatch):
 
 @pytest.fixture(params=["no kernel", "kernel"])
 def gpu_model(request, config):
-    """Heads of a width that the kernel of `decode_attention` does not take, and of one it does."""
+    """A head width that the kernel of `decode_attention` does not support, and one that it does."""
     D = {"no kernel": 8, "kernel": 32}[request.param]
     windows = (AttentionConfig(D), AttentionConfig(D, num_kv_heads=1, window_size=5))
     torch.manual_seed(0)

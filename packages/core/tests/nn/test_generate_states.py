@@ -43,7 +43,7 @@ def any_model(request, config):
 
 @pytest.mark.parametrize("assistant", ["window", "block", "stack"])
 def test_an_assistant_changes_no_token(any_model, config, assistant):
-    """It is another model, which is often wrong, and the model itself, which never is."""
+    """Neither another model, which is often wrong, nor the model itself, which never is."""
     plain = generate(any_model, PROMPTS, max_new_tokens=9)
     other = build(config, assistant, seed=1)
     for helper, num_drafted in ((other, 1), (other, 3), (any_model, 4)):
@@ -54,7 +54,7 @@ def test_an_assistant_changes_no_token(any_model, config, assistant):
 
 
 def test_a_check_may_read_more_places_than_it_has_tokens(any_model, config, monkeypatch):
-    """As in a CUDA graph, which has room for as many tokens as there may be."""
+    """As in a CUDA graph, which always reads the largest number of tokens."""
     always = property(lambda _: True, lambda *_: None)
     monkeypatch.setattr(assisted._Target, "in_graphs", always, raising=False)
     plain = generate(any_model, PROMPTS, max_new_tokens=20)
@@ -82,11 +82,11 @@ def test_what_is_certain_is_read_again_unless_only_counts_change(config, kind, r
 
 
 def test_an_assistant_has_room_for_rows_that_wait_for_others(config):
-    """Rows that are done may have m tokens too many, and m + 1 more are read of them in vain."""
+    """A row that is done may have m tokens too many, and a check reads m + 1 more."""
     model = build(config, "attention")
     helper = copy.deepcopy(model)
     with torch.no_grad():
-        helper.embed.weight[20:].neg_()  # it is right where a row has no such token
+        helper.embed.weight[20:].neg_()  # it is right in rows without these tokens
     options = {"max_new_tokens": 8, "logit_bias": dict.fromkeys(range(20), 5.0)}
     plain = generate(model, PROMPTS, **options)
     for num_drafted in (4, 6):
@@ -96,7 +96,7 @@ def test_an_assistant_has_room_for_rows_that_wait_for_others(config):
 
 @pytest.mark.parametrize("seed", [3, [4, 5, 4]])
 def test_an_assistant_changes_no_sampled_token(any_model, config, seed):
-    """Not even one: each is sampled by the random numbers by which the model samples it alone."""
+    """Each token is sampled by the same random numbers as without the assistant."""
     options = {"max_new_tokens": 20, "temperature": 1.3, "top_p": 0.9, "seed": seed}
     plain = generate(any_model, PROMPTS, **options)
     other = build(config, "attention", seed=1)
@@ -106,7 +106,7 @@ def test_an_assistant_changes_no_sampled_token(any_model, config, seed):
 
 
 def test_the_rows_of_an_assistant_do_not_run_far_ahead(model, config, monkeypatch):
-    """Where one row's proposals are right and another's are not: their numbers are kept so long."""
+    """If one row's proposals are right and another's wrong: random numbers are kept in between."""
     spans, draw = [], assisted._Noise.draw
     monkeypatch.setattr(
         assisted._Noise,
@@ -126,7 +126,7 @@ def test_the_rows_of_an_assistant_do_not_run_far_ahead(model, config, monkeypatc
 
 
 def test_fewer_tokens_are_proposed_where_few_are_right(model, config, monkeypatch):
-    """Half as many again as are taken; one that is always right proposes as many as it may."""
+    """1.5 times as many as were accepted; an assistant that is always right proposes the most."""
     counts, propose = [], assisted._Draft.propose
     monkeypatch.setattr(
         assisted._Draft,
@@ -293,7 +293,7 @@ def test_on_a_gpu_an_assistant_changes_no_token(any_model, config, temperature):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "graphs"), [("running mean", 2), ("attention", 1)])
 def test_on_a_gpu_checks_are_graphs_where_states_keep_their_size(config, kind, graphs, monkeypatch):
-    """One of what the model reads, and one of a token of the assistant."""
+    """One graph for the model's check, and one for a token of the assistant."""
     model, other = build(config, kind).cuda(), build(config, "running mean", seed=1).cuda()
     plain = generate(model, PROMPTS, max_new_tokens=100)
     captures, capture = [], torch.cuda.CUDAGraph.capture_begin

@@ -1,4 +1,4 @@
-"""Where a layer takes the op for one row, and where it is torch's own."""
+"""When a linear layer uses `decode_linear`, and when it is torch's own."""
 
 import pytest
 import torch

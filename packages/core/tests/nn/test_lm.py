@@ -304,7 +304,7 @@ def test_a_head_that_was_untied_stays_so(config):
     "register", ["register_full_backward_hook", "register_full_backward_pre_hook"]
 )
 def test_a_hook_on_the_head_s_backward_is_called(model, register):
-    """As one that changes or watches the gradients of every module."""
+    """Users register such hooks to watch or change the gradients of every module."""
     calls = []
     getattr(model.head, register)(lambda *call: calls.append(call[0]))
     model.loss(tokens_of(2, 5), tokens_of(2, 5)).backward()

@@ -1,4 +1,4 @@
-"""Continuous batching: prompts that take turns in few rows get the tokens that each gets alone."""
+"""Continuous batching: prompts that take turns in few rows get the same tokens as alone."""
 
 from dataclasses import replace
 
@@ -52,7 +52,7 @@ def test_prompts_that_take_turns_continue_as_each_alone(any_model, way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_rows_that_wait_to_be_read_together_change_no_token(any_model, way):
-    """Those whose room ends meanwhile begin again."""
+    """Waiting rows whose room ends meanwhile are reset."""
     many, seeds = PROMPTS * 3, SEEDS * 3
     found = generate(any_model, many, num_rows=5, seed=seeds, **ENDS, **WAYS[way])
     assert found == alone(any_model, way) * 3
@@ -91,7 +91,7 @@ def test_a_segment_of_one_shape_reads_prompts_as_the_model_does(model):
 
 
 def test_a_row_that_nobody_needs_keeps_to_its_room(any_model):
-    """It ends at once, waits until all others end, and then as long again: nobody takes it."""
+    """It ends at once and waits for all others, longer than its room, but no prompt needs it."""
     prompts = [[token] for token in range(10)]
     firsts = generate(any_model, prompts, max_new_tokens=1)
     early = next(firsts[i] for i in range(2, 8) if firsts.count(firsts[i]) == 1)
@@ -138,7 +138,7 @@ def test_samples_take_turns_too(model):
 
 
 def test_a_row_that_is_free_is_filled_at_once(model):
-    """There are as many steps as the rows need, one after another, not as the batches need."""
+    """The number of steps is that of the busiest row, not the sum over batches."""
     calls = []
     model.norm.register_forward_hook(lambda _, inputs, __: calls.append(tuple(inputs[0].shape)))
     stop = lambda tokens: len(tokens) == tokens_of[tuple(tokens[:1])]  # noqa: E731

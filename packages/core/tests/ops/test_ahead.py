@@ -1,4 +1,4 @@
-"""Kernels are compiled ahead once for a key, and meanwhile other threads launch as ever."""
+"""Kernels are compiled ahead once for each key, while other threads launch as usual."""
 
 from threading import Thread
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture
 def launch(monkeypatch):
-    """Return a launch of a kernel, and what was told of each: whether it is compiled only."""
+    """Return a function that launches a kernel, and a list: whether each launch only compiled."""
     told = []
     monkeypatch.setattr(jit.JITFunction, "run", lambda self, *, grid, warmup: told.append(warmup))
     return lambda: jit.JITFunction.run(None, grid=(1,), warmup=False), told
@@ -28,7 +28,7 @@ def test_what_is_launched_ahead_is_compiled_only_and_once(launch):
         other = Thread(target=run)
         other.start()
         other.join()
-        compile_ahead(object(), run)  # is a part of this work, which has it already
+        compile_ahead(object(), run)  # nested in this work, so it does nothing
 
     compile_ahead(key, work)
     assert told == [True, False]

@@ -1,4 +1,4 @@
-"""Attention on a GPU, and what of it any machine can check: the block masks of flex_attention."""
+"""Attention on a GPU; and the block masks of flex_attention, which any machine can check."""
 
 from functools import partial
 from itertools import accumulate

@@ -1,4 +1,4 @@
-"""Gradients that every op must have: of autograd and of torch.func; and who sees the op."""
+"""Gradients of registered ops: by autograd and by torch.func, in eager code and when traced."""
 
 from contextlib import nullcontext
 from functools import partial

@@ -31,7 +31,7 @@ def run(x, w, targets, **options):
 
 @pytest.fixture
 def few_rows(monkeypatch):
-    """Let the logits of some rows at a time be in memory, as those of a large vocabulary are."""
+    """Compute few rows at a time, as with a large vocabulary."""
     monkeypatch.setattr(chunked, "CHUNK_BYTES", 20_000)
 
 

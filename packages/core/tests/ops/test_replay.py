@@ -1,4 +1,4 @@
-"""Calls that repeat launches: which do, that they equal others, and what they never do."""
+"""Replayed calls: which calls are replayed, and that they give what other calls give."""
 
 import gc
 import re

@@ -42,7 +42,7 @@ class ChunkEncoder(nn.Module):
             hidden: width of the MLPs, see `MLPConfig`.
             key: the key for retrieval. "projected" is Wl l of the landmark's output l, "landmark"
                 is l, "mean" the normalized mean of the chunk's lower outputs, without a gradient.
-            norm_eps: epsilon of the norm of the inputs; that of the others is NORM_EPS.
+            norm_eps: epsilon of the norm of the inputs; all other norms have NORM_EPS.
         """
         super().__init__()
         self.head_dim = head_dim

@@ -94,7 +94,7 @@ def test_the_layer_is_its_definition(name):
         torch.testing.assert_close(mixer(x)[0], expected, rtol=1e-12, atol=1e-12)
 
 
-# Its first states are weights, so what FSDP shards is in its state too.
+# The first states are weights, so FSDP shards a part of the state too.
 @pytest.mark.parametrize("law", LAWS)
 def test_every_law_is_kept(mixer, law):
     LAWS[law](mixer)

@@ -132,7 +132,7 @@ def test_transforms_which_cannot_look_at_borders_give_the_same(stack):
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_layers_that_are_computed_twice_have_the_same_gradients(stack, reentrant):
-    """Those of a whole text, and of one that goes on from a state."""
+    """Both for a whole text and for one that goes on from a state."""
     x = torch.randn(2, 17, C)
 
     def gradients():

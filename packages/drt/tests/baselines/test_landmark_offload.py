@@ -42,7 +42,7 @@ def test_every_law_is_kept(law):
 @pytest.mark.gpu
 @pytest.mark.parametrize("law", [law for law in LAWS if law != "isolated"])
 def test_laws_on_a_gpu(law):
-    """But one: there a NaN of a packed sequence can reach the gradients of others."""
+    """All but one: on a GPU, a NaN in a packed sequence can reach the gradients of others."""
     LAWS[law](build("cuda"))
 
 

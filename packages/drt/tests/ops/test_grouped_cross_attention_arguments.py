@@ -1,4 +1,4 @@
-"""Each argument of the public op replaced by something else: one line that names it, or right."""
+"""A bad argument of the public op is refused in one line that names it."""
 
 import pytest
 import torch

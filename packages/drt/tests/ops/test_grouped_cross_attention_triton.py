@@ -157,7 +157,7 @@ def test_keys_and_values_are_read_where_they_lie():
     assert not k.is_contiguous()
     apart = run(inputs | {"k": k.contiguous(), "v": v.contiguous()})
     assert apart["dk"].any()
-    # The others cannot be read as they lie: by channels, from an odd place on, in rows of odd size.
+    # The others must be copied: strided channels, an odd start, rows of odd size.
     turned = k.transpose(3, 4).contiguous().transpose(3, 4)
     odd_start = torch.empty(k.numel() + 1, device=DEVICE)[1:].view(k.shape).copy_(k)
     odd_rows = torch.empty(B, S, L, H * D + 1, device=DEVICE)[..., 1:].unflatten(-1, (H, D))
@@ -176,7 +176,7 @@ def test_chunks_may_be_one_chunk_repeated():
 
 
 def test_rows_of_one_chunk_are_read_where_they_lie():
-    """PyTorch calls such keys contiguous: no stride of an axis of size 1 counts for it."""
+    """PyTorch calls such keys contiguous: it ignores the stride of an axis of size 1."""
     inputs = draw(3, 2, 6, 1, 5, 2, 2, 16)
     apart = run(inputs)
     turned = torch.stack(tuple(inputs["k"][:, 0]))[None].transpose(0, 1)

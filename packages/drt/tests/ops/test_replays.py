@@ -1,4 +1,4 @@
-"""Small calls that repeat the launches of grouped cross-attention."""
+"""Small calls replay the launches of grouped cross-attention."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def test_grouped_cross_attention():
-    """The backward sorts who reads a chunk, so it is not repeated."""
+    """The backward is not replayed, as it sorts the readers of chunks."""
     B, N, M, S, L, R, H, D = 1, 3, 16, 4, 16, 2, 2, 16
 
     def draw():

@@ -141,9 +141,7 @@ def load_model(
     return model.eval(), config, description["extra"]
 
 
-def describe_model(
-    folder: str | Path, *, allow_packages: Sequence[str] = ()
-) -> tuple[LMConfig, dict[str, Any]]:
+def describe_model(folder: str | Path) -> tuple[LMConfig, dict[str, Any]]:
     """Read the configuration and the `extra` of a saved model, without its weights.
 
     Raises:
@@ -151,7 +149,7 @@ def describe_model(
     """
     path = _existing(Path(folder).resolve()) / CONFIG
     description = _read_description(path)
-    return _read_config(path, description, allow_packages), description["extra"]
+    return _read_config(path, description, ()), description["extra"]
 
 
 def find_model(run: str | Path) -> Path:

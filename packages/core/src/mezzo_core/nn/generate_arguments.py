@@ -118,7 +118,7 @@ def check_bias(bias: Any, vocab_size: int) -> Mapping[int, float]:
 def check_assistant(
     model: LM, assistant: Any, penalty: float, state: Any, num_samples: int, num_rows: int | None
 ) -> None:
-    """Check an assistant, and that nothing else is asked for that it cannot do."""
+    """Check an assistant, and refuse options that it does not support."""
     if not isinstance(assistant, LM):
         raise ValueError(f"assistant must be an LM, got {type(assistant).__name__}")
     check_whole(assistant)

@@ -1,4 +1,4 @@
-"""CUDA graphs that outlive a call of `generate`, so that the next one like it captures none."""
+"""Keeps CUDA graphs after a call of `generate`, for the next similar call."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -41,7 +41,7 @@ class LMConfig:
         mixers: one mixer configuration for each layer. A hybrid is a tuple of several kinds:
             `(RATConfig(), AttentionConfig(window_size=1024)) * 6`.
         mlp: the MLP of every layer; for `mixers`.
-        norm_eps: epsilon of the final RMSNorm, and of those around `mixers`.
+        norm_eps: epsilon of the final RMSNorm, and of the norms in blocks of `mixers`.
         tie_embeddings: whether the head shares the embedding's weight.
         init_std: standard deviation of every matrix at the start.
         stack: replaces `mixers` and `mlp`; for example a `BlocksConfig`.

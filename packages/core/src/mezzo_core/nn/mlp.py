@@ -18,8 +18,8 @@ class MLPConfig:
 
     Attributes:
         kind: "gelu" (two matrices, exact erf form) or "swiglu" (three).
-        hidden: the hidden width F. The default is 4C for "gelu". For "swiglu" it is 8C/3, rounded
-            up to a multiple of 256, so that its three matrices have about as many weights.
+        hidden: the hidden width F. The default is 4C for "gelu" and, for about the same number of
+            weights, 8C/3 for "swiglu", rounded up to a multiple of 256.
     """
 
     kind: MLPKind = "gelu"

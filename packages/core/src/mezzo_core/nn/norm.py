@@ -13,7 +13,7 @@ NormKind = Literal["rms", "layer", "none"]
 
 
 class RMSNorm(nn.RMSNorm):
-    """`nn.RMSNorm` for inputs whose dtype is not that of the weight, such as autocast's outputs.
+    """`nn.RMSNorm` for inputs and weights of different dtypes, as under autocast.
 
     For two dtypes PyTorch has no fused kernel: it warns, and launches one operation after another.
     So here both are cast to the wider dtype first. The result has the dtype of the input.

@@ -148,7 +148,7 @@ def _fingerprint(integers: Tensor) -> int:
 
     Sums and products of integers are exact modulo 2^64, so it is the same on every device.
     """
-    total, factor = 0, 0x9E3779B97F4A7C15  # odd, so that no product of it loses a bit
+    total, factor = 0, 0x9E3779B97F4A7C15  # odd: multiplying by it loses no information
     for part in integers.split(_PART):
         places = torch.arange(1, 2 * len(part), 2, device=part.device)
         total = (total * factor + int((part * places).sum())) % 2**64
