@@ -1,9 +1,9 @@
 """Keeps chunks in the host's memory; those that are read are copied to the device, once a group.
 
-Buffers are pageable memory or mapped files. They are not pinned, because torch never frees pinned
-memory and allocates it in powers of two: a growing buffer would take several times its size. So
-chunks are gathered into a small pinned block, and copied from there asynchronously. Chunks to be
-stored come through such a block too.
+Buffers are pageable memory or mapped files. They are not pinned, because torch keeps memory pinned
+that it has pinned once, in blocks of powers of two: a growing buffer would take several times its
+size. So chunks are gathered into a small pinned block, and copied from there asynchronously. Chunks
+to be stored come through such a block too.
 """
 
 import math

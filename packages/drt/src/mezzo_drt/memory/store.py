@@ -154,7 +154,7 @@ class Room:
     def take(self, S: int, end: int, filled: int) -> bool:
         """Reserve the room after S chunks; True if the caller, and nobody else, may write there.
 
-        That is so if S chunks are filled and `end` chunks fit; then `filled` are filled.
+        That is so if S chunks are filled and `end` fit; then `filled` chunks count as filled.
         """
         with self._lock:
             if self.filled != S or end > self.capacity:
