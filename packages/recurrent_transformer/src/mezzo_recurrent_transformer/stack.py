@@ -1,6 +1,6 @@
 """All layers of a Recurrent Transformer at once: the wavefront."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast, get_args
 
@@ -103,10 +103,6 @@ class RecurrentStack(Stack):
         super().check_step(x, state)
         check_alike(state)
 
-    def units(self) -> Sequence[AbstractStack]:
-        """Return the stack itself: its layers run together, so it is sharded as a whole."""
-        return (self,)
-
-    def stages(self) -> Sequence[AbstractStack]:
-        """Return the stack itself, which calls none of its layers."""
-        return (self,)
+    # Its layers run together, and it calls none of them: it is one unit, and one stage.
+    units = AbstractStack.units
+    stages = AbstractStack.stages
