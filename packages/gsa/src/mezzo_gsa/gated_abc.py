@@ -82,9 +82,7 @@ class GatedABC(AbstractMixer):
         if config.rope_base is not None:
             check_number("GatedABCConfig", "rope_base", config.rope_base, positive=True)
             if K % 2:
-                raise ValueError(
-                    f"rotary places need keys of an even width, got {K} channels a head"
-                )
+                raise ValueError(f"RoPE needs keys of an even width, got {K} channels a head")
         self.scale = K**-0.5
         self.widths = (*self.heads.widths, H * V, H * config.num_slots)
         self.in_proj = Linear(d_model, sum(self.widths), bias=False)

@@ -105,7 +105,7 @@ class RetNet(AbstractConvertible):
         self.config, self.d_model = config, d_model
         HQ, _, K, V = self.heads = plan_heads(config, d_model, config.num_kv_heads)
         if K % 2:
-            raise ValueError(f"rotary places need keys of an even width, got {K} channels a head")
+            raise ValueError(f"RoPE needs keys of an even width, got {K} channels a head")
         self.form = LayerForm(
             scale=K**-0.5,
             feature_map=config.feature_map,
