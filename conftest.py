@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 from mezzo_core.testing.interpreter import repair_interpreter, speed_up_interpreter
+from mezzo_core.testing.poison import poison_memory as poison_memory
 
 # What is imported stays: nothing looks for garbage until tests run, nor after each compilation.
 gc.disable()
@@ -49,6 +50,13 @@ if find_spec("jaxtyping") and find_spec("beartype"):
         """Check shapes in this test, or not."""
         checked = item.path.parent.name == "ops" and not item.get_closest_marker("any_shapes")
         jaxtyping.config.update("jaxtyping_disable", not checked)
+
+
+@pytest.fixture(autouse=True)
+def _run_ops_in_poisoned_memory(request: pytest.FixtureRequest) -> None:
+    """Unwritten memory shows as NaN in every test of an op."""
+    if request.path.parent.name == "ops":
+        request.getfixturevalue("poison_memory")
 
 
 # The same examples in every run; `pytest --hypothesis-profile=thorough` draws many, and new ones.

@@ -8,7 +8,6 @@ from mezzo_core.nn import LMConfig
 from mezzo_core.nn.generate import generate
 from mezzo_core.testing.laws import LAWS, check_segments, check_step
 from mezzo_core.testing.numerics import assert_close
-from mezzo_core.testing.poison import poison_memory as poison_memory
 from mezzo_drt import DRTConfig
 from mezzo_drt.baselines import LandmarkConfig
 from mezzo_drt.memory import host

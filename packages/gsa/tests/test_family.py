@@ -7,7 +7,6 @@ from mezzo_core.nn import LMConfig, generate, init_weights
 from mezzo_core.positions import RopeScaling
 from mezzo_core.testing import assert_close
 from mezzo_core.testing.laws import LAWS, check_step, each_law
-from mezzo_core.testing.poison import poison_memory as poison_memory
 from mezzo_gsa.abc import ABCConfig
 from mezzo_gsa.gated_abc import GatedABCConfig
 from mezzo_gsa.gla import GLAConfig

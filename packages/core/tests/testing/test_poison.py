@@ -1,6 +1,5 @@
 import pytest
 import torch
-from mezzo_core.testing.poison import poison_memory as poison_memory
 from mezzo_core.testing.poison import poisoned
 
 
