@@ -22,7 +22,7 @@ from functools import partial
 from mezzo_core.data import DataConfig
 from mezzo_core.nn import AttentionConfig, LMConfig, MLPConfig
 from mezzo_core.train.config import OptimConfig, TrainConfig
-from mezzo_core.train.recipes import AbstractHyperparameters, Recipes, by_size
+from mezzo_core.train.recipes import AbstractHyperparameters, by_size
 
 from mezzo_drt.stack import DRTConfig
 
@@ -196,10 +196,6 @@ def recipe(size: str, architecture: str) -> TrainConfig:
     return s.run(f"{size}_{architecture}", ARCHITECTURES[architecture](s))
 
 
-_EVERY = {size: (make, ARCHITECTURES) for size, make in SIZES.items()}
-RECIPES: Recipes = by_size(_EVERY, lambda *names: partial(recipe, *names))
-"""All recipes by name."""
-
 DESCRIPTIONS = {
     "base": "sliding-window attention alone",
     "base_wide": "sliding-window attention, a window as wide as what DRT sees",
@@ -211,5 +207,6 @@ DESCRIPTIONS = {
     "fixed": "DRT, chunks by a similarity that is not learned",
 }
 """What each architecture is, for the list of recipes."""
-SUMMARIES = by_size(_EVERY, lambda _, architecture: DESCRIPTIONS[architecture])
-"""What each recipe is."""
+_EVERY = {size: (make, ARCHITECTURES) for size, make in SIZES.items()}
+RECIPES, SUMMARIES = by_size(_EVERY, recipe, DESCRIPTIONS)
+"""All recipes by name, and what each is."""

@@ -26,7 +26,7 @@ from mezzo_core.nn.configs import MixerConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_core.train.config import OptimConfig, TrainConfig
-from mezzo_core.train.recipes import AbstractHyperparameters, Recipes, by_size
+from mezzo_core.train.recipes import AbstractHyperparameters, by_size
 
 from mezzo_gsa.abc import ABCConfig
 from mezzo_gsa.convert.convert import TARGETS
@@ -234,12 +234,6 @@ def recipe(size: str, architecture: str) -> TrainConfig:
     return train_config(f"{size}_{architecture}", make(), architecture)
 
 
-RECIPES: Recipes = {
-    **by_size(SIZES, lambda *names: partial(recipe, *names)),
-    **{f"t2r_{target}": partial(t2r, target) for target in TARGETS},
-}
-"""All recipes by name; `t2r_*` fine-tune a converted Transformer (section 4.2)."""
-
 DESCRIPTIONS = {
     "gsa": "GSA: a gated memory of slots",
     "gsa_m32": "GSA, 32 slots a head",
@@ -260,8 +254,7 @@ DESCRIPTIONS = {
     "gsa_attention": "GSA and softmax attention in turn",
 }
 """A description of each architecture, for the list of recipes."""
-SUMMARIES = {
-    **by_size(SIZES, lambda _, architecture: DESCRIPTIONS[architecture]),
-    **{f"t2r_{target}": f"Mistral 7B, converted, fine-tuned as {target}" for target in TARGETS},
-}
-"""The description of each recipe."""
+RECIPES, SUMMARIES = by_size(SIZES, recipe, DESCRIPTIONS)
+RECIPES |= {f"t2r_{target}": partial(t2r, target) for target in TARGETS}
+SUMMARIES |= {f"t2r_{x}": f"Mistral 7B, converted, fine-tuned as {x}" for x in TARGETS}
+"""All recipes by name, and what each is. `t2r_*` fine-tune a converted model (section 4.2)."""

@@ -25,7 +25,7 @@ from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.configs import MixerConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.train.config import OptimConfig, TrainConfig
-from mezzo_core.train.recipes import AbstractHyperparameters, Recipes, by_size
+from mezzo_core.train.recipes import AbstractHyperparameters, by_size
 
 from mezzo_rat.linear_rnn import LinearRNNConfig
 from mezzo_rat.mixer import RATConfig
@@ -239,9 +239,6 @@ def recipe(size: str, architecture: str) -> TrainConfig:
     return train_config(f"{size}_{architecture}", make(), architecture)
 
 
-RECIPES: Recipes = by_size(SIZES, lambda *names: partial(recipe, *names))
-"""All recipes by name."""
-
 DESCRIPTIONS = {
     "rnn": "a gated linear RNN",
     "rnn_span16": "a gated linear RNN whose memories begin short",
@@ -263,5 +260,5 @@ DESCRIPTIONS = {
     "reversed_c128": "RAT-Reversed, 128 chunks",
 }
 """A description of each architecture, for the list of recipes."""
-SUMMARIES = by_size(SIZES, lambda _, architecture: DESCRIPTIONS[architecture])
-"""The description of each recipe."""
+RECIPES, SUMMARIES = by_size(SIZES, recipe, DESCRIPTIONS)
+"""All recipes by name, and what each is."""

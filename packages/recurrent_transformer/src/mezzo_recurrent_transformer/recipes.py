@@ -23,7 +23,7 @@ from mezzo_core.nn import BlocksConfig
 from mezzo_core.nn.configs import StackConfig
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.train.config import OptimConfig, TrainConfig
-from mezzo_core.train.recipes import AbstractHyperparameters, Recipes, by_size
+from mezzo_core.train.recipes import AbstractHyperparameters, by_size
 
 from mezzo_recurrent_transformer.block import RecurrentBlockConfig
 from mezzo_recurrent_transformer.stack import RecurrentStackConfig, scaled
@@ -180,9 +180,6 @@ def recipe(size: str, architecture: str) -> TrainConfig:
     return train_config(f"{size}_{architecture}", make(), architecture)
 
 
-RECIPES: Recipes = by_size(SIZES, lambda *names: partial(recipe, *names))
-"""All recipes by name."""
-
 DESCRIPTIONS = {
     "transformer": "a Transformer",
     "recurrent": "the Recurrent Transformer",
@@ -191,5 +188,5 @@ DESCRIPTIONS = {
     "recurrent_raw": "the Recurrent Transformer, keys and values not normalized",
 }
 """What each architecture is, for the list of recipes."""
-SUMMARIES = by_size(SIZES, lambda _, architecture: DESCRIPTIONS[architecture])
-"""What each recipe is."""
+RECIPES, SUMMARIES = by_size(SIZES, recipe, DESCRIPTIONS)
+"""All recipes by name, and what each is."""

@@ -2,27 +2,35 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.train.config import TrainConfig, Training
 
 Recipes = Mapping[str, Callable[[], TrainConfig]]
-Made = TypeVar("Made")
 
 
 def by_size(
-    sizes: Mapping[str, tuple[Any, Iterable[str]]], make: Callable[[str, str], Made]
-) -> dict[str, Made]:
-    """Return `make(size, architecture)` by the recipe's name, for all architectures of all sizes.
+    sizes: Mapping[str, tuple[Any, Iterable[str]]],
+    recipe: Callable[[str, str], TrainConfig],
+    descriptions: Mapping[str, str],
+) -> tuple[dict[str, Callable[[], TrainConfig]], dict[str, str]]:
+    """Return all recipes by name, and the description of each.
 
-    `sizes` has what makes each size, and its architectures.
+    Args:
+        sizes: what makes each size, and its architectures.
+        recipe: returns the run of one size and architecture.
+        descriptions: of the architectures.
     """
-    return {
-        f"{size}_{architecture}": make(size, architecture)
-        for size, (_, architectures) in sizes.items()
-        for architecture in architectures
-    }
+    recipes: dict[str, Callable[[], TrainConfig]] = {}
+    summaries = {}
+    for size, (_, architectures) in sizes.items():
+        for architecture in architectures:
+            name = f"{size}_{architecture}"
+            recipes[name] = partial(recipe, size, architecture)
+            summaries[name] = descriptions[architecture]
+    return recipes, summaries
 
 
 @dataclass(frozen=True, kw_only=True)
