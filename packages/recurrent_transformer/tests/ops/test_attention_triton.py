@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from mezzo_core.testing import assert_close
 from mezzo_recurrent_transformer.ops.recurrent_layers import eager
 from mezzo_recurrent_transformer.ops.recurrent_layers import triton as kernels
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
@@ -14,24 +13,11 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.operands import (
 )
 from mezzo_recurrent_transformer.ops.recurrent_layers.workspace import Workspace
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-gpu = pytest.mark.gpu
-RTOL = {torch.bfloat16: 5e-3, torch.float16: 5e-3, torch.float32: 1e-5}
-dtypes = pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, *(pytest.param(x, marks=gpu) for x in (torch.bfloat16, torch.float16))],
-    ids=str,
-)
-NAN = float("nan")
+from .comparison import DEVICE, NAN, assert_same, each_dtype, normal, wide
 
 
 def form_of(H, b=1):
     return Form(H, 1.0, "rms", 1e-6, True, b)
-
-
-def normal(*shape, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
 
 def empty(*shape, dtype=torch.float32):
@@ -62,20 +48,6 @@ def keys_of(m, S, B, C, *, slots, first, seen=None, dtype):
     return keys
 
 
-def wide(x):
-    """Copy a tensor, or those of a tuple, to float32."""
-    if isinstance(x, tuple):
-        return type(x)(*(wide(part) for part in x))
-    return x.to(torch.float32, copy=True) if torch.is_tensor(x) and x.is_floating_point() else x
-
-
-def assert_same(names, found, low, truth, dtype):
-    """Compare with `eager` in float32; a 16-bit output also with `eager` in 16 bits."""
-    for name, out, yardstick, ref in zip(names, found, low, truth, strict=True):
-        rounded = out.dtype != torch.float32
-        assert_close(name, out, ref, rtol=RTOL[dtype], low=yardstick if rounded else None)
-
-
 SHAPES = {
     "one layer": {"m": 1, "S": 16, "B": 2, "H": 2, "D": 64, "slots": 70, "first": 65},
     "layers at their places": {"m": 3, "S": 16, "B": 1, "H": 2, "D": 8, "slots": 90, "first": 32},
@@ -88,7 +60,7 @@ SHAPES = {
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
-@dtypes
+@each_dtype
 @shapes
 def test_attend_earlier_is_that_of_eager(shape, dtype):
     m, S, B, H, D = (shape[name] for name in "mSBHD")
@@ -116,7 +88,7 @@ BLOCKS = {
 }  # fmt: skip
 
 
-@dtypes
+@each_dtype
 @pytest.mark.parametrize("shape", BLOCKS.values(), ids=BLOCKS)
 def test_attention_of_a_tile_and_its_gradients_are_those_of_eager(shape, dtype):
     m, S, B, H, D, b = (shape[name] for name in "mSBHDb")
@@ -152,7 +124,7 @@ LATER = {
 }  # fmt: skip
 
 
-@dtypes
+@each_dtype
 @pytest.mark.parametrize("shape", LATER.values(), ids=LATER)
 def test_pairs_bwd_is_that_of_eager(shape, dtype):
     m, S, B, H, D, T, begin = (shape[name] for name in (*"mSBHDT", "begin"))

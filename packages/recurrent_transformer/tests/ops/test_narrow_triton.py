@@ -18,14 +18,8 @@ pytest.importorskip("triton")
 from mezzo_recurrent_transformer.ops.recurrent_layers import triton as kernels
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton import narrow, products
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
-RTOL = {FLOAT: 1e-5, BFLOAT: 5e-3, HALF: 5e-3}
-NAN = float("nan")
-each_dtype = pytest.mark.parametrize(
-    "dtype",
-    [FLOAT, *(pytest.param(low, marks=pytest.mark.gpu) for low in (BFLOAT, HALF))],
-)
+from .comparison import BFLOAT, DEVICE, FLOAT, HALF, NAN, RTOL, each_dtype
+
 # (m, S, B, H, C, F), the norm, and whether it is before the pairs too.
 CASES = {
     "the paper's": ((1, 3, 17, 16, 128, 512), "rms", True),

@@ -12,10 +12,8 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 pytest.importorskip("triton")
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton import products
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
-RTOL = {FLOAT: 1e-5, BFLOAT: 5e-3, HALF: 5e-3}
-NAN = float("nan")
+from .comparison import BFLOAT, DEVICE, FLOAT, HALF, NAN, RTOL, each_dtype, normal
+
 NAMES = ["product", "product_partial", "product_gelu", "product_gelu_bwd"]
 RMS = Form(2, 0.5, "rms", 1e-3, True, 1)
 
@@ -28,14 +26,6 @@ SHAPES = [
 ]
 each_shape = pytest.mark.parametrize(("shape", "N"), SHAPES, ids=str)
 each_name = pytest.mark.parametrize("name", NAMES)
-each_dtype = pytest.mark.parametrize(
-    "dtype",
-    [FLOAT, *(pytest.param(low, marks=pytest.mark.gpu) for low in (BFLOAT, HALF))],
-)
-
-
-def normal(*shape, dtype, seed):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
 
 
 def steps(x):

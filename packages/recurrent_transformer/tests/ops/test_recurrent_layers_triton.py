@@ -37,13 +37,8 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("triton")
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton import early, products
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LOW = [torch.bfloat16, torch.float16]
-dtypes = pytest.mark.parametrize(
-    "dtype",
-    [torch.float32, *(pytest.param(dtype, marks=pytest.mark.gpu) for dtype in LOW)],
-    ids=str,
-)
+from .comparison import DEVICE, each_dtype
+
 # Whole layers round at every product of every token; PyTorch's own error is the sharper bound.
 RTOL = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 3e-3}
 # n, B, T, H, D, norm, block_size.
@@ -99,7 +94,7 @@ def assert_right(found, inputs, pull, options, dtype):
             assert error <= 1.5 * theirs, f"{name}: {error:.3e}, in PyTorch {theirs:.3e}"
 
 
-@dtypes
+@each_dtype
 @cases
 def test_outputs_and_all_gradients_equal_eager_and_repeats_are_bit_equal(case, dtype):
     given = problem(case, dtype)
@@ -327,7 +322,7 @@ def test_another_stream_gives_the_same():
             assert torch.equal(value, wanted[name]), name
 
 
-@dtypes
+@each_dtype
 def test_segments_with_their_past_equal_the_whole(dtype):
     (n, B, T, H, D, *_), (inputs, _, options) = (
         CASES["one layer"],

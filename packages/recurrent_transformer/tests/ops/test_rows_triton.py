@@ -9,11 +9,9 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 pytest.importorskip("triton")
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton import rows
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16
-RTOL = {FLOAT: 1e-5, BFLOAT: 5e-3, HALF: 5e-3}
+from .comparison import BFLOAT, DEVICE, FLOAT, HALF, NAN, RTOL, each_dtype
+
 NORMS = ["rms", "layer", "none"]
-NAN = float("nan")
 
 # (m, S, B, C), heads, layout in memory; widths that are no power of two, up to that of 22 heads.
 SHAPES = [
@@ -25,10 +23,6 @@ SHAPES = [
 ]
 each_shape = pytest.mark.parametrize(("shape", "H", "layout"), SHAPES, ids=str)
 each_norm = pytest.mark.parametrize("norm", NORMS)
-each_dtype = pytest.mark.parametrize(
-    "dtype",
-    [FLOAT, *(pytest.param(low, marks=pytest.mark.gpu) for low in (BFLOAT, HALF))],
-)
 
 
 def form_of(norm, H=1):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from mezzo_core.testing import assert_close
 from mezzo_recurrent_transformer.ops.recurrent_layers import Form, eager
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import (
     Attending,
@@ -16,8 +15,8 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.workspace import Workspace
 pytest.importorskip("triton")
 from mezzo_recurrent_transformer.ops.recurrent_layers import triton as kernels
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-RTOL = {torch.bfloat16: 5e-3, torch.float32: 1e-5}
+from .comparison import DEVICE, assert_same, wide
+
 dtypes = pytest.mark.parametrize(
     "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)], ids=str
 )
@@ -56,17 +55,6 @@ def work_of(form, slopes, tile, k_norm=None, **others):
         buffers = BackwardBuffers(**blank | others | {"attending": tile})
     weights = Matrices(**dict.fromkeys(Matrices._fields) | {"k_norm": k_norm})
     return Workspace(buffers, weights, slopes, form, None)
-
-
-def wide(x):
-    return None if x is None else x.float()
-
-
-def assert_same(names, found, low, truth, dtype):
-    """Compare with `eager` in float32; a 16-bit output also with `eager` in 16 bits."""
-    for name, out, yardstick, ref in zip(names, found, low, truth, strict=True):
-        rounded = out.dtype != torch.float32
-        assert_close(name, out, ref, rtol=RTOL[dtype], low=yardstick if rounded else None)
 
 
 @dtypes
