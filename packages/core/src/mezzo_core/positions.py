@@ -42,7 +42,7 @@ class RopeScaling:
 
     Raises:
         TypeError: if one is not a number.
-        ValueError: if one is not as above.
+        ValueError: if one is out of its range.
     """
 
     factor: float

@@ -66,8 +66,8 @@ def attention(
 
     Args:
         q: queries.
-        k: keys.
-        v: values; their width may differ from the keys'.
+        k: keys, in the dtype of q.
+        v: values, likewise; their width may differ from the keys'.
         causal: a query sees no key after its own position.
         window_size: W; a query sees the keys less than W positions before it. With W = 1 it sees
             only its own key.
@@ -89,10 +89,9 @@ def attention(
         AttentionOutput(out, lse). A query that sees no key gets out 0 and lse -inf.
 
     Raises:
-        TypeError: if q, k and v do not have one floating dtype, positions or borders are not
-            integers, or an option has the wrong type.
-        ValueError: if shapes or devices disagree, arguments exclude each other, or `impl` cannot
-            do the request.
+        TypeError: if an argument or a tensor has a wrong type.
+        ValueError: if a shape, a device, an option, `cu_seqlens` or `impl` is wrong, or arguments
+            exclude each other.
     """
     if not isinstance(impl, str) or impl not in get_args(AttentionImpl):
         raise ValueError(f"attention: impl must be one of {get_args(AttentionImpl)}, got {impl!r}")

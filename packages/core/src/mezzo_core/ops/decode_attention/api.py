@@ -73,10 +73,9 @@ def append_token_(
         q, rotated, in the dtype of the cache.
 
     Raises:
-        TypeError: if a dtype is not as above.
-        ValueError: if shapes or devices disagree, there is no slot, a length is negative, D is odd,
-            `rope_base` is not positive, an input requires gradients, or `impl` cannot do the
-            request.
+        TypeError: if an argument or a tensor has a wrong type.
+        ValueError: if a shape, a device, a length, `rope_base` or `impl` is wrong, or an input
+            requires gradients.
     """
     op = "append_token_"
     _APPENDED.check(op, q, k, v, k_cache, v_cache, lengths)
@@ -124,9 +123,9 @@ def decode_attention(
             32 to 256).
 
     Raises:
-        TypeError: if a dtype is not as above.
-        ValueError: if shapes or devices disagree, a length is negative, an input requires
-            gradients, or `impl` cannot do the request.
+        TypeError: if an argument or a tensor has a wrong type.
+        ValueError: if a shape, a device, a length, `scale` or `impl` is wrong, or an input requires
+            gradients.
     """
     op = "decode_attention"
     _DECODED.check(op, q, k, v, lengths, alibi_slopes)

@@ -44,9 +44,8 @@ def decode_linear(
         y in the dtype of `weight`, or of autocast.
 
     Raises:
-        TypeError: if a tensor is not floating-point, or `bias` has another dtype than `weight`.
-        ValueError: if shapes or devices disagree, `norm_eps` is negative or not finite, or `impl`
-            cannot do the request.
+        TypeError: if an argument or a tensor has a wrong type.
+        ValueError: if a shape, a device, `norm_eps` or `impl` is wrong.
     """
     op = "decode_linear"
     check_number(op, "norm_eps", norm_eps)

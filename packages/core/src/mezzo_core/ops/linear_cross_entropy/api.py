@@ -45,16 +45,15 @@ def linear_cross_entropy(
 
     Args:
         x: the input of the head.
-        weight: the head's W, (V, C).
-        targets: in [0, V), or `ignore_index` where there is none.
+        weight: the head's W, (V, C), in x's dtype outside autocast.
+        targets: int64 in [0, V), or `ignore_index` where there is none; checked on the CPU only.
         ignore_index: the target that does not count.
         impl: "auto" computes a chunk of rows at a time; on a GPU, a kernel computes the softmax if
             it supports the dtype. "triton" requires that kernel. "reference" computes all logits.
 
     Raises:
-        TypeError: if x or weight is not floating-point, targets not int64, or outside autocast x
-            and weight differ in dtype.
-        ValueError: if shapes or devices disagree, or on a CPU a target is beyond the vocabulary.
+        TypeError: if an argument or a tensor has a wrong type.
+        ValueError: if a shape, a device, a target or `impl` is wrong.
     """
     dtype = _check(x, weight, targets, ignore_index)
     unsupported = None if dtype in TRITON_DTYPES else str(dtype)

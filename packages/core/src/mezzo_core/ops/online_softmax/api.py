@@ -34,9 +34,8 @@ def merge(
         has a key they are 0 and -inf.
 
     Raises:
-        TypeError: if a part is not a floating-point tensor.
-        ValueError: if there are no parts, as many outs as lses are not given, or shapes or devices
-            disagree.
+        TypeError: if an argument or a tensor has a wrong type.
+        ValueError: if a shape, a device or the number of outs or lses is wrong.
     """
     _check(outs, lses)
     dtype = accumulation_dtype(lses[0].dtype)

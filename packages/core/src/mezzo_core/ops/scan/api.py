@@ -57,8 +57,8 @@ def linear_scan(
         its initial state.
 
     Raises:
-        TypeError: if a tensor's dtype is not one of those above.
-        ValueError: if a shape, a device, `chunk_size`, `cu_seqlens` or `impl` is not as above.
+        TypeError: if an argument or a tensor has a wrong type.
+        ValueError: if a shape, a device, `chunk_size`, `cu_seqlens` or `impl` is wrong.
     """
     _check(a, x, initial_state, chunk_size, cu_seqlens)
     B, T, *dims = x.shape

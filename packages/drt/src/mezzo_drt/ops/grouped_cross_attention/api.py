@@ -51,11 +51,11 @@ def grouped_cross_attention(
 
     Args:
         q: (B, N, M, H, D), the queries of N chunks, M places each (with a landmark L + 1).
-        k: (B, S, L, H, D), the keys of S chunks.
-        v: (B, S, L, H, D), their values.
-        indices: (B, N, R) int64, which chunks of its row each chunk reads; -1 for none. A chunk may
-            be read by any number of chunks. Values are checked on the CPU only: on a GPU a wrong
-            index reads foreign memory.
+        k: (B, S, L, H, D), the keys of S chunks, in the dtype of q.
+        v: (B, S, L, H, D), their values, likewise.
+        indices: (B, N, R) int64, which chunks of its row each chunk reads; -1 for none, whose
+            weight is not read. A chunk may be read by any number of chunks. Values are checked on
+            the CPU only: on a GPU a wrong one reads foreign memory.
         weights: (B, N, R), the weight of each retrieved chunk, of any float dtype.
         softmax1: use softmax1(s)_i = exp(s_i) / (1 + Σ exp(s)), so that a query may ignore a chunk;
             False for the softmax.
@@ -69,9 +69,8 @@ def grouped_cross_attention(
         (B, N, M, H, D) in the dtype of q; 0 where nothing is retrieved.
 
     Raises:
-        TypeError: if a tensor or an option has the wrong type, or q, k and v differ in dtype.
-        ValueError: if shapes or devices disagree, an index is not from -1 to S - 1, or `impl`
-            cannot do the request; the message names the argument.
+        TypeError: if an argument or a tensor has a wrong type.
+        ValueError: if a shape, a device, an index, `scale` or `impl` is wrong.
     """
     sizes = _SHAPES.check(OP, q, k, v, indices, weights)
     check_one_dtype(OP, q=q, k=k, v=v)

@@ -60,8 +60,8 @@ def step_gla_(
 
     Raises:
         RuntimeError: if a gradient would be needed.
-        TypeError: if a tensor has a wrong dtype.
-        ValueError: if a shape, a device or `impl` is wrong.
+        TypeError: if an argument or a tensor has a wrong type.
+        ValueError: if a shape, a device, `scale` or `impl` is wrong.
     """
     op = "step_gla_"
     _check(op, q, k, v, g, scale, state)

@@ -41,7 +41,7 @@ def gated_norm(
             compiler makes one kernel.
 
     Raises:
-        TypeError: if a tensor is not floating-point.
+        TypeError: if an argument or a tensor has a wrong type.
         ValueError: if a shape, a device, `eps` or `impl` is wrong.
     """
     _check(o, weight, eps, z)

@@ -60,7 +60,7 @@ def gated_scan(
         float64), h after the last real token; without real tokens, the initial state.
 
     Raises:
-        TypeError: if a tensor has a wrong dtype.
+        TypeError: if an argument or a tensor has a wrong type.
         ValueError: if a shape, a device, `cu_seqlens`, `lengths` or `impl` is wrong.
     """
     _check(zvg, gate_bias, initial_state, cu_seqlens, lengths)

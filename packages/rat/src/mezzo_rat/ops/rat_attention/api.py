@@ -95,7 +95,8 @@ def chunk_rat_attention(
             of 32, 64, 128 or 256, and any L.
 
     Raises:
-        ValueError, TypeError: if an argument does not fit; the message names it.
+        TypeError: if an argument or a tensor has a wrong type.
+        ValueError: if a shape, a device, an option, `lengths`, `cu_seqlens` or `impl` is wrong.
     """
     op = "chunk_rat_attention"
     parts = Parts(z, v, g, q, k)

@@ -89,8 +89,8 @@ def recurrent_layers(
             number of width 8), or "auto".
 
     Raises:
-        TypeError: if a tensor or an option is of the wrong kind.
-        ValueError: if shapes, devices or options disagree; the message names the argument.
+        TypeError: if an argument or a tensor has a wrong type.
+        ValueError: if a shape, a device, an option, `cu_seqlens`, `lengths` or `impl` is wrong.
     """
     form = _checked_form(x, num_heads, residual_scale, norm, eps, persistent_norm, block_size)
     weights = _checked_weights(weights, x, norm)
