@@ -2,7 +2,7 @@
 
 import math
 import re
-from itertools import accumulate, product
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,18 +12,7 @@ from mezzo_core.ops.attention.request import Request
 from mezzo_core.positions import alibi_slopes
 from mezzo_core.testing import assert_close, grads
 
-
-def problem(B=2, T=7, HQ=4, H=None, D=8):
-    """Random q, k, v and the gradient of the output."""
-    draw = torch.Generator().manual_seed(0)
-    shapes = [(B, T, HQ, D), (B, T, H or HQ, D), (B, T, H or HQ, D), (B, T, HQ, D)]
-    q, k, v, dout = (torch.randn(s, generator=draw) for s in shapes)
-    return {"q": q, "k": k, "v": v}, dout
-
-
-def borders(lengths):
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-
+from .attention_inputs import borders, problem
 
 # --- Slopes of any precision -------------------------------------------------------------------
 
