@@ -2,11 +2,11 @@
 
 import inspect
 from dataclasses import asdict
+from functools import partial
 from typing import get_args, get_type_hints
 
 import pytest
 import torch
-from mezzo_core import cli
 from mezzo_core.data.stop_texts import stop_texts
 from mezzo_core.data.tokenizers import ByteTokenizer
 from mezzo_core.generate_options import GenerateOptions
@@ -24,18 +24,10 @@ def model():
 
 
 @pytest.fixture
-def command(model, tmp_path, capsys):
+def command(model, tmp_path, run_command):
     """Run `generate` on the model; return its exit code, its stdout and its stderr."""
     save_model(model, CONFIG, tmp_path / "model", {"tokenizer": "byte"})
-    app = cli.make_app(cli.Paper("mezzo-x", "A paper.", "0.1.0", dict))
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as end:
-            cli.run(app, ["generate", str(tmp_path), *map(str, arguments)])
-        shown = capsys.readouterr()
-        return end.value.code, shown.out, shown.err
-
-    return run
+    return partial(run_command, "generate", tmp_path)
 
 
 def written(prompts, rows):

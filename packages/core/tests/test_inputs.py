@@ -4,8 +4,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from mezzo_core.cli import Paper, make_app
-from mezzo_core.cli import run as run_app
 from mezzo_core.config_json import to_json
 from mezzo_core.data import AnswersConfig, DataConfig, MixtureConfig
 from mezzo_core.errors import UserError
@@ -94,7 +92,9 @@ TRAINED_ON = {
 
 
 @pytest.mark.parametrize("name", TRAINED_ON)
-def test_a_model_of_any_text_is_measured_by_the_answers_to_other_prompts(tmp_path, capsys, name):
+def test_a_model_of_any_text_is_measured_by_the_answers_to_other_prompts(
+    tmp_path, run_command, name
+):
     file = tmp_path / "sft.jsonl"
     file.write_text('{"prompt": "a", "answer": "bc"}\n{"prompt": "def", "answer": "g"}\n')
     extra = {"data": to_json(TRAINED_ON[name]), "seq_len": 5, "tokenizer": "byte"}
@@ -103,8 +103,6 @@ def test_a_model_of_any_text_is_measured_by_the_answers_to_other_prompts(tmp_pat
     assert batch.targets[batch.targets != -100].tolist() == [*b"bc", 256, *b"g", 256]
     config = LMConfig(vocab_size=257, d_model=8, mixers=(AttentionConfig(head_dim=8),))
     save_model(config.build(), config, tmp_path / "model", extra)
-    words = ["eval", str(tmp_path), "--sft", str(file), "--all", "--device", "cpu"]
-    with pytest.raises(SystemExit):
-        run_app(make_app(Paper("mezzo-x", "x", "0.1.0", dict)), words)
-    told = json.loads(capsys.readouterr().out)
+    _, out, _ = run_command("eval", tmp_path, "--sft", file, "--all", "--device", "cpu")
+    told = json.loads(out)
     assert (told["data"], told["tokens"]) == (str(file), 5)

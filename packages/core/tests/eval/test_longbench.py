@@ -2,10 +2,10 @@
 
 import hashlib
 import json
+from functools import partial
 
 import pytest
 import torch
-from mezzo_core import cli
 from mezzo_core.data.tokenizers import ByteTokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.eval.longbench import TASKS, measure_longbench, read_questions
@@ -97,24 +97,19 @@ def test_a_summary_of_a_chat_ends_with_its_first_line_that_is_not_empty(
     assert told["stop"]([*written]) == bool(ends)
 
 
-def test_a_command_measures_each_task_of_a_file(model, tmp_path, capsys):
+def test_a_command_measures_each_task_of_a_file(model, tmp_path, run_command):
     save_model(model, CONFIG, tmp_path / "model", {"tokenizer": "byte"})
     many = [record(name, all_classes=CLASSES) for name in ("trec", "lcc", "trec", "samsum")]
     file = written(tmp_path / "many.jsonl", *many)
 
-    def command(length):
-        words = ["eval", str(tmp_path), "--longbench", str(file), "--seq-len", length]
-        with pytest.raises(SystemExit) as end:
-            cli.run(cli.make_app(cli.Paper("mezzo-x", "A paper.", "0.1.0", dict)), words)
-        return end.value.code, capsys.readouterr()
-
-    code, shown = command("65")
-    assert (code, shown.out) == (2, "")
-    assert "of 130 or more is needed by trec, lcc, samsum" in shown.err
-    code, shown = command("300")
-    assert code == 0, shown.err
-    assert shown.err.splitlines() == ["asking trec", "asking lcc", "asking samsum"]
-    results = json.loads(shown.out)["results"]
+    command = partial(run_command, "eval", tmp_path, "--longbench", file, "--seq-len")
+    code, out, err = command(65)
+    assert (code, out) == (2, "")
+    assert "of 130 or more is needed by trec, lcc, samsum" in err
+    code, out, err = command(300)
+    assert code == 0, err
+    assert err.splitlines() == ["asking trec", "asking lcc", "asking samsum"]
+    results = json.loads(out)["results"]
     asked = {name: found["questions"] for name, found in results.items()}
     assert asked == {"longbench_trec": 2, "longbench_lcc": 1, "longbench_samsum": 1}
     assert all(0 <= found["score"] <= 100 for found in results.values())

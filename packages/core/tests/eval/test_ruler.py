@@ -4,13 +4,12 @@ import ast
 import json
 import re
 from collections import Counter
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from mezzo_core.cli import Paper, make_app
-from mezzo_core.cli import run as run_app
 from mezzo_core.data.tokenizers import ByteTokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.eval.ruler import TASKS, measure_ruler, questions, score
@@ -164,17 +163,11 @@ def test_a_model_is_scored_by_what_it_writes(model):
     assert 1100 < found.mean_length <= 1300
 
 
-def test_the_command_measures_the_tasks_by_their_names(model, tmp_path, capsys):
+def test_the_command_measures_the_tasks_by_their_names(model, tmp_path, run_command):
     config = LMConfig(vocab_size=257, d_model=16, mixers=(AttentionConfig(head_dim=8),))
     save_model(model, config, tmp_path / "model", {"tokenizer": "byte"})
 
-    def command(*arguments):
-        with pytest.raises(SystemExit) as stop:
-            run_app(
-                make_app(Paper("mezzo-x", "x", "0.1.0", dict)), ["eval", str(tmp_path), *arguments]
-            )
-        return stop.value.code, *capsys.readouterr()
-
+    command = partial(run_command, "eval", tmp_path)
     sizes = ("--seq-len", "1300", "--limit", "2")
     code, out, err = command("--tasks", "ruler_fwe,ruler_niah_single_1", *sizes)
     assert (code, err) == (0, "asking ruler_fwe\nasking ruler_niah_single_1\n")

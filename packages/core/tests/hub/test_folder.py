@@ -8,8 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from mezzo_core.cli import Paper, make_app
-from mezzo_core.cli import run as run_app
 from mezzo_core.config_json import to_json
 from mezzo_core.data import DataConfig
 from mezzo_core.data.tokenizer_files import load_tokenizer
@@ -316,23 +314,14 @@ def test_biases_get_the_dtype_of_their_matrices(tmp_path):
     assert generate(model, [[1, 2]], max_new_tokens=2)
 
 
-def command(capsys, *arguments):
-    with pytest.raises(SystemExit) as stop:
-        run_app(
-            make_app(Paper("mezzo-x", "x", "0.1.0", dict)),
-            [str(argument) for argument in arguments],
-        )
-    return stop.value.code, *capsys.readouterr()
-
-
-def test_the_commands_write_and_read(run, tmp_path, capsys):
-    code, out, err = command(capsys, "export", run, tmp_path / "out")
+def test_the_commands_write_and_read(run, tmp_path, run_command):
+    code, out, err = run_command("export", run, tmp_path / "out")
     assert (code, err) == (0, "")
     assert "tokenizer.json" in out
-    code, out, err = command(capsys, "import", tmp_path / "out", tmp_path / "back")
+    code, out, err = run_command("import", tmp_path / "out", tmp_path / "back")
     assert (code, err) == (0, "")
     assert str(tmp_path / "back/model") in out
-    code, out, err = command(capsys, "export", tmp_path, tmp_path / "none")
+    code, out, err = run_command("export", tmp_path, tmp_path / "none")
     assert (code, out, len(err.splitlines())) == (2, "", 1)
 
 

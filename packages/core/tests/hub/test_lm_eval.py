@@ -6,8 +6,6 @@ import random
 import pytest
 import torch
 from lm_eval.api.instance import Instance
-from mezzo_core.cli import Paper, make_app
-from mezzo_core.cli import run as run_app
 from mezzo_core.data.tokenizer_files import load_tokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.hub.lm_eval import MezzoEvalLM, evaluate_tasks
@@ -213,31 +211,22 @@ def test_every_kind_of_task_has_the_scores_of_reading_anew(lm, tasks):
         assert scores == pytest.approx({key: anew[name][key] for key in scores}, rel=1e-6)
 
 
-def command(capsys, *arguments):
-    with pytest.raises(SystemExit) as stop:
-        run_app(
-            make_app(Paper("mezzo-x", "x", "0.1.0", dict)),
-            [str(argument) for argument in arguments],
-        )
-    return stop.value.code, *capsys.readouterr()
-
-
-def test_the_command_prints_the_scores(lm, tasks, tmp_path, capsys):
+def test_the_command_prints_the_scores(lm, tasks, tmp_path, run_command):
     save_model(lm, CONFIG, tmp_path / "model", {"tokenizer": "byte"})
     given = (tmp_path, "--allow-package", "toys", "--task-folder", tasks, "--limit", 2)
     told = ("--tasks", "cloze, written, ruler_fwe", "--seq-len", 1000)
-    code, out, _ = command(capsys, "eval", *given, *told)
+    code, out, _ = run_command("eval", *given, *told)
     found = json.loads(out)
     assert code == 0
     assert found["versions"].keys() == {"cloze", "written"}
     assert found["results"].keys() == {"cloze", "written", "ruler_fwe"}, "which is mezzo's own"
     assert found["n-samples"]["cloze"]["effective"] == 2
     for name, words in (("clozed", "did you mean cloze"), (" , ", "--tasks must name a task")):
-        code, out, err = command(capsys, "eval", *given, "--tasks", name)
+        code, out, err = run_command("eval", *given, "--tasks", name)
         assert (code, out, len(err.splitlines())) == (2, "", 1)
         assert words in err
     elsewhere = (*given[:4], tmp_path / "none", "--tasks", "ruler_fwe")
-    code, out, err = command(capsys, "eval", *elsewhere)
+    code, out, err = run_command("eval", *elsewhere)
     assert (code, out) == (2, "")
     assert "there is no such folder" in err
 

@@ -4,8 +4,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from mezzo_core.cli import Paper, make_app
-from mezzo_core.cli import run as run_app
 from mezzo_core.errors import UserError
 from mezzo_core.reproduction import Cell
 from mezzo_core.reproduction.measurement import How, read_result
@@ -73,11 +71,9 @@ def test_a_bench_takes_files_and_models(speeds, tmp_path, only, files, models):
 
 
 def test_a_bench_that_has_nothing_left_to_measure_says_where_the_results_are(
-    speeds, tmp_path, capsys
+    speeds, tmp_path, run_command
 ):
-    app = make_app(Paper("mezzo-x", "x", "0.1.0", dict, bench=lambda: speeds.bench))
+    words = ("bench", "--quick", "--device", "cpu", "--out", tmp_path)
     for _ in range(2):
-        with pytest.raises(SystemExit):
-            run_app(app, ["bench", "--quick", "--device", "cpu", "--out", str(tmp_path)])
-        shown = capsys.readouterr().out
+        _, shown, _ = run_command(*words, bench=lambda: speeds.bench)
         assert shown.endswith(f"the results are in {tmp_path}\n")

@@ -1,9 +1,9 @@
 """`train --sft`: a run learns answers, goes on to the bit, and is measured by its answers."""
 
 import json
+from functools import partial
 
 import pytest
-from mezzo_core import cli
 from mezzo_core.data import AnswersConfig, DataConfig
 from mezzo_core.data.texts import change_texts, texts_of
 from mezzo_core.errors import UserError
@@ -21,18 +21,10 @@ def answers(tmp_path):
 
 
 @pytest.fixture
-def command(tiny, capsys):
-    """Run a command of a package; return its exit code, its stdout and its stderr."""
+def command(tiny, run_command):
+    """Run a command of a package with a recipe; return its exit code, its stdout and its stderr."""
     recipe = lambda: tiny(steps=60, eval_every=60, checkpoint_every=60, optim=OptimConfig(lr=1e-2))  # noqa: E731
-    paper = cli.Paper("mezzo-tiny", "A paper.", "0.1.0", lambda: {"tiny": recipe})
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as end:
-            cli.run(cli.make_app(paper), list(map(str, arguments)))
-        shown = capsys.readouterr()
-        return end.value.code, shown.out, shown.err
-
-    return run
+    return partial(run_command, recipes=lambda: {"tiny": recipe})
 
 
 def test_a_command_learns_answers_alone(command, answers, tmp_path):

@@ -6,33 +6,24 @@ import json
 import os
 import re
 import signal
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
-from mezzo_core import cli
 from mezzo_core.testing.laws import LAWS
 from mezzo_core.train.log import RunLog
 from mezzo_core.train.stopping import StoppedError
 
 
 @pytest.fixture
-def command(tiny, monkeypatch, capsys):
+def command(tiny, monkeypatch, run_command):
     """Run a package's train command; return its exit code, its stdout and its stderr."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    paper = cli.Paper("mezzo-tiny", "A paper.", "0.1.0", lambda: {"tiny": tiny})
-
-    def run(*arguments):
-        with pytest.raises(SystemExit) as end:
-            cli.run(cli.make_app(paper), list(map(str, arguments)))
-        shown = capsys.readouterr()
-        return end.value.code, shown.out, shown.err
-
-    def train(*arguments):
-        return run("train", "tiny", *arguments)
-
-    train.eval = lambda *arguments: run("eval", *arguments)
+    run = partial(run_command, recipes=lambda: {"tiny": tiny})
+    train = partial(run, "train", "tiny")
+    train.eval = partial(run, "eval")
     return train
 
 
@@ -88,15 +79,12 @@ def test_a_closed_terminal_can_be_told_nothing_and_the_code_is_still_its(
     assert command("--out", tmp_path / "run", *quiet)[0] == 129
 
 
-def test_a_package_s_own_command_says_where_its_training_was_stopped(capsys):
+def test_a_package_s_own_command_says_where_its_training_was_stopped(run_command):
     def sweep():
         raise StoppedError(signal.SIGINT, "after step 3 of 9")
 
-    paper = cli.Paper("mezzo-x", "A paper.", "0.1.0", dict, commands={"sweep": sweep})
-    with pytest.raises(SystemExit) as end:
-        cli.run(cli.make_app(paper), ["sweep"])
-    assert end.value.code == 130
-    assert capsys.readouterr().err == "stopped by Ctrl-C after step 3 of 9\n"
+    code, _, err = run_command("sweep", commands={"sweep": sweep})
+    assert (code, err) == (130, "stopped by Ctrl-C after step 3 of 9\n")
 
 
 @pytest.mark.parametrize(

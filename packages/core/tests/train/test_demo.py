@@ -11,7 +11,7 @@ from mezzo_core.train.loop import train
 
 
 @pytest.fixture
-def demo(tiny, tmp_path, monkeypatch, capsys):
+def demo(tiny, tmp_path, monkeypatch, run_command):
     """Run a package's demo where a user has a home and a current folder, both empty."""
     for folder in ("home", "here", "tmp"):
         (tmp_path / folder).mkdir()
@@ -22,14 +22,11 @@ def demo(tiny, tmp_path, monkeypatch, capsys):
     recipe = tiny(data=DataConfig(), eval_batches=1)
     recipes = {name: lambda name=name: replace(recipe, name=name) for name in ("ours", "theirs")}
     plan = cli.Demo("ours", "theirs", steps=2, batch_size=2)
-    paper = cli.Paper("mezzo-tiny", "A paper.", "0.1.0", lambda: recipes, demo=plan)
 
     def run(*arguments, code=0):
-        with pytest.raises(SystemExit) as end:
-            cli.run(cli.make_app(paper), ["demo", *map(str, arguments)])
-        shown = capsys.readouterr()
-        assert end.value.code == code, shown.err
-        return shown.err if code else shown.out
+        found, out, err = run_command("demo", *arguments, recipes=lambda: recipes, demo=plan)
+        assert found == code, err
+        return err if code else out
 
     return run
 
@@ -42,7 +39,7 @@ def test_the_demo_shows_a_sample_both_losses_and_what_is_next(demo, tmp_path):
     assert [row[1] for row in rows] == ["ours", "theirs"]
     for row in rows:
         assert 4 < float(row[5]) < 6  # of 257 tokens, hardly trained
-    assert "mezzo-tiny train ours --data YOUR_TEXT.txt --out runs/mine" in table
+    assert "mezzo-toy train ours --data YOUR_TEXT.txt --out runs/mine" in table
     kept = [
         path for path in tmp_path.rglob("*") if path.is_file() and "matplotlib" not in str(path)
     ]
