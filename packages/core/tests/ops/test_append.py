@@ -1,5 +1,4 @@
 import math
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -9,12 +8,8 @@ from mezzo_core.ops.decode_attention import append_token_
 from mezzo_core.positions import RopeScaling
 from mezzo_core.testing import assert_close
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-IMPLS = [
-    "reference",
-    pytest.param("triton", marks=pytest.mark.skipif(find_spec("triton") is None, reason="triton")),
-]
-impls = pytest.mark.parametrize("impl", IMPLS)
+from .impls import DEVICE, changed, impls
+
 some = settings(max_examples=20, deadline=None)
 BASE = 500.0
 FLAT = torch.contiguous_format

@@ -1,7 +1,6 @@
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,9 @@ from hypothesis import strategies as st
 from mezzo_core.ops.decode_linear import decode_linear
 from mezzo_core.testing import assert_close
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from .impls import DEVICE, NO_TRITON, changed, impls
+
 LOW = [torch.float16, torch.bfloat16]
-IMPLS = [
-    "reference",
-    pytest.param("triton", marks=pytest.mark.skipif(find_spec("triton") is None, reason="triton")),
-]
-impls = pytest.mark.parametrize("impl", IMPLS)
 some = settings(max_examples=20, deadline=None)
 
 
@@ -116,7 +111,7 @@ def test_the_kernel_compiles_for_hopper_and_once_for_all_heights():
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton")
+@NO_TRITON
 def test_opcheck():
     inputs = problem(1, 20, 24, bias=True, norm=True)
     for x in (inputs["x"], inputs["x"][:, None]):

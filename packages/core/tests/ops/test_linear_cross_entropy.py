@@ -1,7 +1,6 @@
 """The head's loss in parts equals that of all logits, its gradients too."""
 
 import math
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -9,8 +8,8 @@ import torch.nn.functional as F
 from mezzo_core.ops.linear_cross_entropy import NO_TARGET, chunked, linear_cross_entropy
 from mezzo_core.testing.numerics import assert_close
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NO_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="there is no Triton here")
+from .impls import DEVICE, NO_TRITON
+
 IMPLS = ["auto", pytest.param("triton", marks=NO_TRITON)]
 SIZES = [(1, 3, 2), (37, 8, 61), (64, 16, 5000)]
 

@@ -10,11 +10,8 @@ from mezzo_core.ops.scan import linear_scan
 from mezzo_core.testing import assert_close, grads
 from torch import Tensor
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-IMPLS = [
-    "reference",
-    pytest.param("triton", marks=pytest.mark.skipif(find_spec("triton") is None, reason="triton")),
-]
+from .impls import DEVICE, impls
+
 # Name: (B, T, chunk_size, lengths of packed sequences, whether there is an initial state).
 CASES = {
     "whole": (2, 37, None, None, False),
@@ -103,7 +100,7 @@ def flat(pair) -> dict[str, Tensor]:
     return {"out": out, "final_state": final_state} | {f"d{k}": g for k, g in gradients.items()}
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@impls
 @cases
 def test_scan_is_the_recurrence_with_all_its_gradients(case, impl):
     inputs, options, dout = problem(case, dtype=torch.float64, device=DEVICE)
@@ -140,10 +137,9 @@ def test_triton_equals_the_reference(B, T, D, chunk_size, with_state, seed):
 )
 def test_a_packed_sequence_equals_itself_alone(lengths, chunk_size, with_state, seed):
     inputs, options, _ = problem((1, sum(lengths), chunk_size, lengths, with_state), seed=seed)
-    impls = ["reference", "triton"] if find_spec("triton") else ["reference"]
     given = {k: v if v is None else v.to(DEVICE) for k, v in inputs.items()}
     options["cu_seqlens"] = options["cu_seqlens"].to(DEVICE, torch.int32)
-    for impl in impls:
+    for impl in ["reference", "triton"] if find_spec("triton") else ["reference"]:
         out, final_state = linear_scan(**given, **options, impl=impl)
         start = 0
         for i, length in enumerate(lengths):
@@ -173,7 +169,7 @@ def test_segments_with_their_states_equal_the_whole(splits, seed):
     assert torch.equal(state, whole.final_state)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@impls
 def test_chunks_are_scans_on_their_own(impl):
     inputs, _, _ = problem((2, 600, None, None, False), device=DEVICE)
     out, final_state = linear_scan(**inputs, chunk_size=150, impl=impl)
@@ -185,7 +181,7 @@ def test_chunks_are_scans_on_their_own(impl):
     assert_close("final_state", final_state, alone[-1].final_state, rtol=1e-6)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@impls
 def test_the_future_and_other_rows_change_nothing(impl):
     inputs, _, _ = problem((2, 50, None, None, True), device=DEVICE)
     out = linear_scan(**inputs, impl=impl).out
@@ -200,7 +196,7 @@ def test_the_future_and_other_rows_change_nothing(impl):
     assert torch.equal(one[0], out[1])
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@impls
 @pytest.mark.parametrize("gate", [0.0, math.exp(-1e-4), math.exp(-50), 1.0])
 def test_extreme_gates_are_exact_and_their_gradients_finite(gate, impl):
     inputs, options, dout = problem((1, 100, None, None, True), dtype=torch.float64, device=DEVICE)
@@ -221,7 +217,7 @@ def test_rounding_does_not_grow_over_65_537_tokens(chunk_size, impl):
     assert_same(grads(scan(impl, **options), inputs, dout), expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@impls
 def test_strides_do_not_matter(impl):
     inputs, options, (dout, dfinal) = problem((2, 21, 8, None, True), 8, device=DEVICE)
     expected = grads(scan(impl, **options), inputs, (dout, dfinal))
@@ -250,7 +246,7 @@ def test_trailing_axes_are_channels():
     assert scalar.final_state.shape == (2,)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@impls
 def test_one_decay_of_a_head_is_for_all_its_channels(impl):
     a, x = torch.rand(2, 9, 3, 1).double().to(DEVICE), torch.randn(2, 9, 3, 4).double().to(DEVICE)
     inputs, pull = {"a": a, "x": x, "initial_state": x[:, 0]}, (x.sin(), x[:, 1].cos())
@@ -276,7 +272,7 @@ def test_gradcheck(case):
     assert torch.autograd.gradcheck(scan("reference", **options), leaves)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@impls
 @pytest.mark.parametrize("name", ["whole", "chunked, with a state", "packed, with states"])
 def test_opcheck(name, impl):
     inputs, options, dout = problem(CASES[name], device=DEVICE)
@@ -291,7 +287,7 @@ def test_opcheck(name, impl):
     torch.library.opcheck(torch.ops.mezzo.linear_scan_bwd.default, its, test_utils=fakes)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@impls
 @pytest.mark.parametrize("name", ["chunked, with a state", "packed, with states"])
 @pytest.mark.any_shapes
 def test_compiles_to_one_graph(name, impl):
