@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from mezzo_core import __version__ as CORE
+from mezzo_core.config_json import from_json, to_json
 from mezzo_core.recipe_table import FILE, make_table, read_table
 from mezzo_rat import __version__ as RAT
 
@@ -98,6 +99,14 @@ def test_a_shell_completes_commands_and_recipes(words, offered):
         cwd=ROOT,
     )
     assert done.stdout.split() == offered, done.stderr
+
+
+@pytest.mark.parametrize("package", PAPERS)
+def test_every_recipe_bears_its_name_and_its_model_comes_back_from_a_file(package):
+    for name, recipe in import_module(f"{package}.recipes").RECIPES.items():
+        config = recipe()
+        assert config.name == name
+        assert from_json(to_json(config.model)) == config.model, name
 
 
 @pytest.mark.parametrize("package", PAPERS)

@@ -1,11 +1,10 @@
-"""The recipes: the paper's models and settings, and that all of them can be built."""
+"""The recipes: the paper's models and settings. tests/test_commands.py builds them all."""
 
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
-from mezzo_core.config_json import from_json, to_json
 from mezzo_core.nn.attention import Attention
 from mezzo_core.nn.mlp import SwiGLU
 from mezzo_drt import DRTConfig
@@ -27,12 +26,8 @@ def weights(module):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_bears_its_name_and_comes_back_from_a_file(name):
-    """The test of the table of recipes, tests/test_commands.py, builds them all."""
-    config = RECIPES[name]()
-    assert config.name == name
-    assert from_json(to_json(config.model)) == config.model, "a saved model finds its layers"
-    is_drt = isinstance(config.model.stack, DRTConfig)
+def test_every_recipe_has_the_stack_that_its_name_says(name):
+    is_drt = isinstance(RECIPES[name]().model.stack, DRTConfig)
     assert is_drt == any(name.endswith(f"_{architecture}") for architecture in DRTS)
 
 
