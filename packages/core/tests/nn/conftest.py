@@ -4,6 +4,8 @@ from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.mlp import MLPConfig
 from toys.running_mean import RunningMeanConfig
 
+from .kinds import KINDS, build
+
 
 @pytest.fixture
 def mixer_config() -> RunningMeanConfig:
@@ -26,3 +28,8 @@ def config(mixer_config: RunningMeanConfig) -> LMConfig:
 def model(config: LMConfig):
     torch.manual_seed(0)
     return config.build()
+
+
+@pytest.fixture(params=KINDS)
+def any_model(request, config: LMConfig):
+    return build(config, request.param)

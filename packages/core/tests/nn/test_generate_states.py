@@ -9,36 +9,16 @@ import torch
 from mezzo_core.data import stop_texts
 from mezzo_core.data.tokenizers import ByteTokenizer
 from mezzo_core.nn import (
-    AttentionConfig,
-    BlocksConfig,
-    MLPConfig,
     assisted,
     keep_graphs,
     kept_graphs,
 )
 from mezzo_core.nn.generate import generate, stream
 from mezzo_core.nn.graphs import Graphs
-from toys.own_keys import OwnKeysConfig
-from toys.retrieval import RetrievalConfig
 
-KINDS = {
-    "running mean": {},
-    "attention": {"mixers": (AttentionConfig(head_dim=8),) * 2},
-    "window": {"mixers": (AttentionConfig(head_dim=8, window_size=3),) * 2},
-    "block": {"mixers": (), "mlp": MLPConfig(), "stack": BlocksConfig((OwnKeysConfig(),) * 2)},
-    "stack": {"mixers": (), "mlp": MLPConfig(), "stack": RetrievalConfig()},
-}
+from .kinds import build
+
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11]]
-
-
-def build(config, kind, seed=0):
-    torch.manual_seed(seed)
-    return replace(config, init_std=0.4, **KINDS[kind]).build()
-
-
-@pytest.fixture(params=KINDS)
-def any_model(request, config):
-    return build(config, request.param)
 
 
 @pytest.mark.parametrize("assistant", ["window", "block", "stack"])

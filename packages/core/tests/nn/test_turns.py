@@ -1,24 +1,14 @@
 """Continuous batching: prompts that take turns in few rows get the same tokens as alone."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-from mezzo_core.nn import AttentionConfig, BlocksConfig, MLPConfig
 from mezzo_core.nn.generate import generate, stream
 from mezzo_core.nn.prompts import SegmentGraph, read_prompts
 from mezzo_core.nn.state import grows, put_rows_
 from mezzo_core.nn.turns import Turns
-from toys.own_keys import OwnKeysConfig
-from toys.retrieval import RetrievalConfig
 
-KINDS = {
-    "running mean": {},
-    "attention": {"mixers": (AttentionConfig(head_dim=8),) * 2},
-    "window": {"mixers": (AttentionConfig(head_dim=8, window_size=3),) * 2},
-    "block": {"mixers": (), "mlp": MLPConfig(), "stack": BlocksConfig((OwnKeysConfig(),) * 2)},
-    "stack": {"mixers": (), "mlp": MLPConfig(), "stack": RetrievalConfig()},
-}
+from .kinds import build
+
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10, 11], [4, 4], [12, 1, 30, 7], [9], [20, 21]]
 SEEDS = [5, 6, 5, 8, 2, 5, 0]
 WAYS = {
@@ -26,12 +16,6 @@ WAYS = {
     "sampled": {"temperature": 1.5, "repetition_penalty": 1.4, "logit_bias": {3: 1.0}},
 }
 ENDS = {"max_new_tokens": 9, "stop_tokens": range(0, 37, 4)}
-
-
-@pytest.fixture(params=KINDS)
-def any_model(request, config):
-    torch.manual_seed(0)
-    return replace(config, init_std=0.4, **KINDS[request.param]).build()
 
 
 def alone(model, way, **options):
@@ -184,7 +168,7 @@ def test_a_state_of_many_rows_cannot_come_before_prompts_that_take_turns(model):
 
 
 def test_rows_of_another_window_are_refused(config):
-    model = replace(config, **KINDS["window"]).build()
+    model = build(config, "window")
     states = [model.reserve(model.init_state(1), room) for room in (2, 3)]
     with pytest.raises(ValueError, match=r"put_rows_: rows of .* reserve room for as many tokens"):
         put_rows_(states[0], [0], states[1], model.stack.overwritten())
