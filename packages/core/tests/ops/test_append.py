@@ -8,7 +8,7 @@ from mezzo_core.ops.decode_attention import append_token_
 from mezzo_core.positions import RopeScaling
 from mezzo_core.testing import assert_close
 
-from .impls import DEVICE, changed, impls
+from .impls import DEVICE, impls
 
 some = settings(max_examples=20, deadline=None)
 BASE = 500.0

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from mezzo_core.ops.decode_attention import decode_attention
 from mezzo_core.testing import assert_close
 
-from .impls import DEVICE, changed, impls
+from .impls import DEVICE, impls
 
 some = settings(max_examples=20, deadline=None)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mezzo_core.ops.decode_linear import decode_linear
 from mezzo_core.testing import assert_close
 
-from .impls import DEVICE, NO_TRITON, changed, impls
+from .impls import DEVICE, NO_TRITON, impls
 
 LOW = [torch.float16, torch.bfloat16]
 some = settings(max_examples=20, deadline=None)

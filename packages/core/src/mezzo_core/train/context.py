@@ -201,7 +201,9 @@ class _Part:
         self.before = torch.compiler.disable(self._before)
         self.after = torch.compiler.disable(self._after)
 
-    def __call__(self, x: Tensor, state: Any = None, **options: Any) -> tuple[Tensor, None]:
+    def __call__(
+        self, x: Tensor, state: Any = None, *further: Any, **options: Any
+    ) -> tuple[Tensor, None]:
         """Map (B, T, C), with the T tokens of this part, from the state of the part before it."""
         if any(options.get(name) is not None for name in ("cu_seqlens", "lengths")):
             raise ValueError("cu_seqlens and lengths must be None where processes share a sequence")
@@ -213,7 +215,7 @@ class _Part:
                 f"got {tuple(x.shape)}"
             )
         x, state = self.before(x)
-        y, state = self.run(x, state, **options)
+        y, state = self.run(x, state, *further, **options)
         return self.after(x, y, state), None
 
     def _before(self, x: Tensor) -> tuple[Tensor, Any]:
