@@ -13,6 +13,7 @@ import torch
 from mezzo_core.nn import AttentionConfig, BlocksConfig, MixerBlockConfig
 from mezzo_core.nn.on_meta import on_meta
 from mezzo_drt import DRTConfig, layer, queries
+from mezzo_drt.baselines.landmark import LandmarkConfig, attention
 from mezzo_drt.places import whole_places
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -170,7 +171,25 @@ def test_swap_frequency(G):
     assert len(seen) == 2 * G
 
 
-def test_retrieval_vs_landmark():
-    tokens = PAPER.chunk_size / PAPER.num_groups  # a retrieval, see test_swap_frequency
-    assert tokens == 64
-    assert 1 / (tokens * PAPER.num_layers) == 1 / (12 * 64)
+@torch.no_grad()
+def test_retrieval_vs_landmark(monkeypatch):
+    """DRT retrieves once a chunk, Landmark Attention at each token in each of its 12 layers."""
+    L, T, sizes = 4, 64, {"num_layers": 12, "chunk_size": 4, "head_dim": 8}
+    by_drt, by_landmark = [], []
+    right, right_landmark = queries.retrieve, attention._retrieve
+
+    def retrieve(asked, *others, **options):
+        by_drt.append(asked.shape[1])
+        return right(asked, *others, **options)
+
+    def at_tokens(q, landmarks, places, reach, P):
+        by_landmark.append(int((places.offset < P - 1).sum()))
+        return right_landmark(q, landmarks, places, reach, P)
+
+    monkeypatch.setattr(queries, "retrieve", retrieve)
+    monkeypatch.setattr(attention, "_retrieve", at_tokens)
+    x = torch.randn(1, T, 16)
+    DRTConfig(num_groups=1, window_size=8, **sizes).build(16)(x)
+    LandmarkConfig(local_chunks=1, retrieved_chunks=1, **sizes).build(16)(x)
+    assert sum(by_drt) / sum(by_landmark) == 1 / (12 * L)
+    assert (PAPER.num_layers, PAPER.chunk_size, PAPER.num_groups) == (12, 64, 1)
