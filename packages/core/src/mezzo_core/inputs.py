@@ -223,7 +223,8 @@ def check_has_fields(config: TextConfig) -> None:
     """Refuse a `text_column` other than the default if no text has fields.
 
     Raises:
-        UserError: if all texts are .txt files or the novels, or one cannot be found.
+        UserError: if it is another one, and all texts are .txt files or the novels, or one cannot
+            be found.
     """
     texts = texts_of(config)
     if texts[0].text_column == DataConfig.text_column:  # all have the same text_column

@@ -73,10 +73,25 @@ def test_batches_have_the_places_of_all_targets_and_few_shapes(are_targets):
     targets = torch.tensor(are_targets).long()[None] - 1
     targets = targets.where(targets == 0, -100)
     places = Batch(targets, targets).with_places().places
+    if places is None:
+        assert 8 * sum(are_targets) > 6 * len(are_targets) or len(are_targets) < 8
+        return
+    assert len(places) > 0
     assert len(set(places.tolist())) == len(places) <= sum(are_targets) + -(-len(are_targets) // 8)
     assert set(np.flatnonzero(are_targets)) <= set(places.tolist())
-    eighth = -(-len(are_targets) // 8)
-    assert len(places) % eighth == 0 or len(places) == len(are_targets)
+    assert len(places) % -(-len(are_targets) // 8) == 0
+
+
+def test_parts_of_a_batch_have_their_own_places_and_as_many_of_them():
+    targets = torch.full((1, 64), -100)
+    targets[0, 40:44], targets[0, 3] = 1, 1
+    borders = torch.tensor([0, 32, 64, 64], dtype=torch.int32)
+    for batch in (Batch(targets, targets, borders), Batch(*[targets.view(4, 16)] * 2)):
+        parts = [batch.with_places().part(i, 2) for i in range(2)]
+        assert len({part.places.shape for part in parts}) == 1
+        for part in parts:
+            wanted = (part.targets.flatten() != -100).nonzero()[:, 0].tolist()
+            assert set(wanted) <= set(part.places.tolist()) <= set(range(32))
 
 
 def test_the_fingerprint_tells_what_is_learned_from():

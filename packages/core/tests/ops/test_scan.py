@@ -307,6 +307,7 @@ def test_compiles_to_one_graph(name, impl):
             {"x": torch.ones(2, 5, 3)},
         ),
         (ValueError, r"axes of 1 after T.*\(1, 6, 3\)", {"a": torch.ones(1, 6, 3)}),
+        (ValueError, "x is on cpu|a is on meta", {"a": torch.ones(2, 6, 3, device="meta")}),
         (ValueError, "one shape", {"a": torch.ones(6), "x": torch.ones(6)}),
         (
             ValueError,

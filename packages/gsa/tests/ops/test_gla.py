@@ -112,3 +112,9 @@ def test_bad_arguments_are_named(op, change, error, message):
     inputs = draw(2, 4, dtype=torch.float32)
     with pytest.raises(error, match=f"{op.__name__}: .*{message}"):
         op(**{**inputs, **change})
+
+
+@pytest.mark.any_shapes
+def test_an_unknown_implementation_is_refused():
+    with pytest.raises(ValueError, match="impl must be one of"):
+        chunk_gla(**draw(1, 4), impl="cuda")

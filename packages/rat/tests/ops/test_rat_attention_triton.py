@@ -363,6 +363,14 @@ def test_a_step_by_kernels_refuses_a_state_that_is_spread_in_memory(field):
         step_rat_attention_(**draw(2, 1, 2, 1, 32), state=state, impl="triton", **form)
 
 
+def test_a_state_that_is_full_is_said_on_a_cpu():
+    state = init_state(1, 2, 32, dtype=torch.float32, device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="no slot left"):
+        step_rat_attention_(
+            torch.zeros(1, 1, 256), state, num_heads=2, num_groups=1, chunk_size=4, impl="reference"
+        )
+
+
 def test_a_step_that_finds_no_slot_leaves_the_state_alone():
     form = {"num_heads": 2, "num_groups": 1, "chunk_size": 4}
     state = init_state(2, 2, 32, dtype=torch.float32, device=torch.device(DEVICE))

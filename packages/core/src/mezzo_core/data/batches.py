@@ -29,17 +29,22 @@ class Batch(NamedTuple):
     cu_seqlens: Tensor | None = None  # int32 from 0 to B*T, padded with B*T to a fixed length
     places: Tensor | None = None  # (N,) int64 among B*T, with those of all targets; None: all
 
-    def with_places(self) -> "Batch":
+    def with_places(self, most: int | None = None) -> "Batch":
         """Return the batch with the places of its targets, so that the head reads few others.
 
-        Other places fill their number up to one eighth of all, or two, and so on: compiled and
-        captured steps want the same shapes in each batch.
+        Other places fill their number up to one eighth of all, or two, and so on, so that batches
+        have few shapes, which compiled and captured steps want. If that is all, none are told.
+
+        Args:
+            most: as if there were so many targets, such as the most of any part of a batch.
         """
         are_targets = self.targets.flatten() != NO_TARGET
         eighth = -(-len(are_targets) // 8)
-        eighths = max(-(-int(are_targets.sum()) // eighth), 1)
-        places = are_targets.argsort(descending=True, stable=True)
-        return self._replace(places=places[: eighths * eighth])
+        wanted = int(are_targets.sum()) if most is None else most
+        count = max(-(-wanted // eighth), 1) * eighth
+        if count >= len(are_targets):
+            return self._replace(places=None)
+        return self._replace(places=are_targets.argsort(descending=True, stable=True)[:count])
 
     def part(self, index: int, count: int) -> "Batch":
         """Return one of `count` parts with equally many windows, for micro-batches and processes.
@@ -56,8 +61,7 @@ class Batch(NamedTuple):
             if rows % count:
                 raise ValueError(f"count must divide the {rows} windows, got {count}")
             chosen = slice(rows // count * index, rows // count * (index + 1))
-            part = Batch(self.tokens[chosen], self.targets[chosen])
-            return part if self.places is None else part.with_places()
+            return self._with_places_as(Batch(self.tokens[chosen], self.targets[chosen]), count)
         length = self.tokens.shape[1]
         size = length // count
         start = size * index
@@ -72,7 +76,13 @@ class Batch(NamedTuple):
         borders[: last - first] = self.cu_seqlens[first:last] - start
         chosen = slice(start, start + size)
         part = Batch(self.tokens[:, chosen], self.targets[:, chosen], borders)
-        return part if self.places is None else part.with_places()
+        return self._with_places_as(part, count)
+
+    def _with_places_as(self, part: "Batch", count: int) -> "Batch":
+        """Return one of `count` parts, with places if the whole has them: as many in each part."""
+        if self.places is None:
+            return part
+        return part.with_places(int((self.targets.reshape(count, -1) != NO_TARGET).sum(1).max()))
 
 
 def make_batch(

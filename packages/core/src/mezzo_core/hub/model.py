@@ -75,6 +75,7 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
         save_directory: Any,
         is_main_process: bool = True,
         state_dict: dict[str, Any] | None = None,
+        *others: Any,
         **options: Any,
     ) -> None:
         """Save the model, as every model of transformers does.
@@ -84,7 +85,7 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if state_dict is None and getattr(self.config, "distributed_config", None) is None:
             check_whole(self)
-        super().save_pretrained(save_directory, is_main_process, state_dict, **options)
+        super().save_pretrained(save_directory, is_main_process, state_dict, *others, **options)
 
     @can_return_tuple
     def forward(

@@ -68,7 +68,7 @@ def save_state(
 
 
 def load_state(model: LM | AbstractSequenceModule, path: str | Path) -> tuple[Any, dict[str, Any]]:
-    """Read a state that `save_state` wrote, onto this model's device.
+    """Read a state that `save_state` wrote, to where this model keeps its states.
 
     Args:
         model: the same modules with the same weights as when the state was saved, on any device.

@@ -36,7 +36,7 @@ class Turns:
         prompts: tokens of each.
         ends: of each prompt.
         num_rows: of the batch, at most the number of prompts.
-        max_new_tokens: as the fields after it, see `generate`.
+        max_new_tokens: this and the fields after it hold what `generate` is asked for.
         before: the state before all prompts, of one row; None if they begin the sequence.
     """
 

@@ -71,9 +71,9 @@ class Training:
         precision: "bf16" is autocast with float32 weights; "auto" is "bf16" on a GPU, else "fp32".
         compile: run the model through torch.compile: a small one whole, a large one layer by layer,
             so that the first step does not take longer for more layers.
-        cuda_graph: on a GPU, replay each step as one CUDA graph, once two have run: for models so
-            small that the host is slower than the GPU, in one process. Losses are the same up to
-            rounding. The graph keeps the memory that a step needs.
+        cuda_graph: on a GPU, replay each step as a CUDA graph, once two with its shapes have run
+            (four graphs at most): for models so small that the host is slower than the GPU, in one
+            process. Losses are the same up to rounding. A graph keeps the memory that a step needs.
         activation_checkpointing: keep the input of each layer alone for the backward, which
             computes the rest again: less memory, and one more forward.
         shard: whether each process holds a part of the model. False: a whole copy of the weights,

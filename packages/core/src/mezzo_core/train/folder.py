@@ -154,7 +154,10 @@ def claim_folder(out: Path, config: TrainConfig, fingerprint: str, *, resume: bo
     """
     check_folder(out, config, resume=resume, may_move=True)
     with _explained(out):
-        noted = read_json(out / _CORPUS) if resume and _has_begun(out) else {}
+        noted = {}
+        if resume and _has_begun(out):
+            with suppress(UserError):  # a damaged file, which `new_data` lets be replaced
+                noted = read_json(out / _CORPUS)
         if not noted and config.init_from is not None:
             noted[_START] = weights_checksum(config.init_from)
         noted["fingerprint"] = fingerprint

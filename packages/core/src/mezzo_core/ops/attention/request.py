@@ -132,7 +132,7 @@ def is_tame(*tensors: Tensor) -> bool:
 
 
 def wild_tokens(*tensors: Tensor, limit: float = WILD) -> Tensor:
-    """Return (B, S) bool: which tokens of (B, S, H, D) tensors hold a NaN or a value >= `limit`."""
+    """Return (B, S) bool: which tokens of (B, S, H, D) tensors hold a NaN or a size >= `limit`."""
     tame = [(x.detach().abs() < limit).flatten(2).all(-1) for x in tensors]
     return ~torch.stack(tame).all(0)
 
