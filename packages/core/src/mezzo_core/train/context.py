@@ -31,10 +31,9 @@ _UNDERWAY: "deque[tuple[dist.Work, Tensor]]" = deque()
 """What this process has sent, from the oldest: it must live until it has arrived."""
 _MOST = 64
 """The most tensors that are under way before their sender waits, as in a long evaluation."""
-
-
 _ATTENTION_COST = 2
-"""How much longer a FLOP of attention takes than one of a matrix product: RAT's, on an H200."""
+"""A FLOP of attention counts as so many of a matrix product, for its kernels take longer: RAT's and
+those of its projections are in core's results, kernels.json."""
 
 
 def part_borders(model: LM, num_tokens: int, count: int) -> tuple[int, ...]:
