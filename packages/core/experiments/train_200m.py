@@ -33,6 +33,10 @@ Why RAT(L=16) alone is worse than attention on source code (written after train_
 before recall_200m's): for lack of recall, if the perplexity of the other targets is not worse. Then
 what it lacks is near if its recall is lower by 5 points from 16 to 1,023 tokens before, and far if
 it is from 1,024 on; within a chunk of 16 it should not lack any.
+
+What of that the windows and GSA's slots bring back (written after attention's and RAT(L=16)'s rows,
+before theirs): the hybrid lacks no recall below 1,024 tokens, its windows, and lacks it beyond;
+GSA, whose state has a fixed size, lacks it at every distance from 16 on.
 """
 
 import sys
