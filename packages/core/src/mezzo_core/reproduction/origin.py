@@ -1,5 +1,6 @@
 """Where a number comes from: the machine, the software, and the commit of the measured code."""
 
+import functools
 import os
 import platform
 import re
@@ -67,8 +68,12 @@ def _output(*command: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+@functools.cache
 def _ptxas() -> str:
-    """Return the version of Triton's assembler, and of the newer one that `require_ptxas` takes."""
+    """Return the version of Triton's assembler, and of the newer one that `require_ptxas` takes.
+
+    It does not change in a process, though torch.compile lets Triton use torch's own from then on.
+    """
     from triton import knobs
 
     found = (knobs.nvidia.ptxas, getattr(knobs.nvidia, "ptxas_blackwell", None))
