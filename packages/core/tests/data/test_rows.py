@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mezzo_core.data import Batch, Rows, RowsData
+from mezzo_core.data.batches import with_places
 
 
 def rows(first, count):
@@ -60,38 +61,24 @@ def test_each_test_row_is_read_once_and_filler_has_no_targets():
         assert (part[5:] == filler).all()
 
 
-def test_the_places_of_targets_are_told():
-    batch = source().train_batch(0, 8)
-    assert batch.places.tolist() == [4 * row + 3 for row in range(8)]
-    for part in (batch.part(0, 2), batch.part(1, 2)):
-        assert part.places.tolist() == [4 * row + 3 for row in range(4)]
-    assert next(source().validation_batches(4)).places is None
-
-
 @given(st.lists(st.booleans(), min_size=1, max_size=50))
 def test_batches_have_the_places_of_all_targets_and_few_shapes(are_targets):
     targets = torch.tensor(are_targets).long()[None] - 1
     targets = targets.where(targets == 0, -100)
-    places = Batch(targets, targets).with_places().places
-    if places is None:
-        assert 8 * sum(are_targets) > 6 * len(are_targets) or len(are_targets) < 8
+    fewer = targets.clone()
+    fewer[:, 3:] = -100
+    parts = with_places([Batch(targets, targets), Batch(fewer, fewer)])
+    size, most = len(are_targets), sum(are_targets)
+    eighth = -(-size // 8)
+    if parts[0].places is None:
+        assert parts[1].places is None
+        assert max(most, 1) > size - eighth
         return
-    assert len(places) > 0
-    assert len(set(places.tolist())) == len(places) <= sum(are_targets) + -(-len(are_targets) // 8)
-    assert set(np.flatnonzero(are_targets)) <= set(places.tolist())
-    assert len(places) % -(-len(are_targets) // 8) == 0
-
-
-def test_parts_of_a_batch_have_their_own_places_and_as_many_of_them():
-    targets = torch.full((1, 64), -100)
-    targets[0, 40:44], targets[0, 3] = 1, 1
-    borders = torch.tensor([0, 32, 64, 64], dtype=torch.int32)
-    for batch in (Batch(targets, targets, borders), Batch(*[targets.view(4, 16)] * 2)):
-        parts = [batch.with_places().part(i, 2) for i in range(2)]
-        assert len({part.places.shape for part in parts}) == 1
-        for part in parts:
-            wanted = (part.targets.flatten() != -100).nonzero()[:, 0].tolist()
-            assert set(wanted) <= set(part.places.tolist()) <= set(range(32))
+    for part in parts:
+        places = part.places.tolist()
+        assert len(places) == len(set(places)) == len(parts[0].places) <= most + eighth
+        assert len(places) % eighth == 0
+        assert set(np.flatnonzero(part.targets[0] != -100)) <= set(places) <= set(range(size))
 
 
 def test_the_fingerprint_tells_what_is_learned_from():

@@ -28,7 +28,7 @@ class Echo(BatchSource):
         self.fingerprint = f"echo {seq_len} {vocab_size}"
 
     def train_batch(self, step: int, batch_size: int) -> Batch:
-        return self._rows(step, batch_size).with_places()
+        return self._rows(step, batch_size)
 
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
         return (self._rows(seed, batch_size) for seed in (-1, -2))

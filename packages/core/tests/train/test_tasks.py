@@ -11,6 +11,7 @@ from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.inputs import open_told_data
 from mezzo_core.nn import AttentionConfig, LMConfig
 from mezzo_core.nn.checkpoint import load_model
+from mezzo_core.ops.linear_cross_entropy import linear_cross_entropy
 from mezzo_core.train.config import OptimConfig
 from mezzo_core.train.loop import train
 from toys.echo import EchoConfig
@@ -45,6 +46,18 @@ def test_a_trained_task_is_evaluated_by_the_command(echo, tmp_path, rows_of):
         open_told_data(extra, tmp_path, 8, source="words.txt", allow_packages=("toys",))
     with pytest.raises(UserError, match="must be of DataConfig"):
         open_told_data(extra, tmp_path, 8, allow_packages=("toys",), whole=True)
+
+
+def test_the_head_reads_few_other_tokens_where_few_are_learned(echo, tmp_path, monkeypatch):
+    sizes = []
+
+    def spy(x, weight, targets):
+        sizes.append((targets.numel(), int((targets != NO_TARGET).sum())))
+        return linear_cross_entropy(x, weight, targets)
+
+    monkeypatch.setattr("mezzo_core.nn.lm.linear_cross_entropy", spy)
+    train(echo(batch_size=8, micro_batch_size=4, steps=1), tmp_path / "run", quiet=True)
+    assert sizes[:2] == [(24, 24)] * 2  # of the 48 tokens of a micro batch
 
 
 def test_a_run_on_a_task_goes_on_to_the_bit(echo, assert_goes_on):

@@ -130,7 +130,7 @@ class AnswersData(BatchSource):
             for epoch in np.unique(epochs).tolist()
         }
         rows = [orders[epoch][place] for epoch, place in zip(epochs.tolist(), places, strict=True)]
-        return self._train.batch(np.array(rows), self._max_documents).with_places()
+        return self._train.batch(np.array(rows), self._max_documents)
 
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield the held-out rows, in order; rows without targets complete the last batch."""

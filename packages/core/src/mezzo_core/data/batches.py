@@ -27,24 +27,7 @@ class Batch(NamedTuple):
     tokens: Tensor  # (B, T) int64, or (1, B*T)
     targets: Tensor  # the same shape, int64; NO_TARGET (-100) where there is nothing to predict
     cu_seqlens: Tensor | None = None  # int32 from 0 to B*T, padded with B*T to a fixed length
-    places: Tensor | None = None  # (N,) int64 among B*T, with those of all targets; None: all
-
-    def with_places(self, most: int | None = None) -> "Batch":
-        """Return the batch with the places of its targets, so that the head reads few others.
-
-        Other places fill their number up to one eighth of all, or two, and so on, so that batches
-        have few shapes, which compiled and captured steps want. If that is all, none are told.
-
-        Args:
-            most: as if there were so many targets, such as the most of any part of a batch.
-        """
-        are_targets = self.targets.flatten() != NO_TARGET
-        eighth = -(-len(are_targets) // 8)
-        wanted = int(are_targets.sum()) if most is None else most
-        count = max(-(-wanted // eighth), 1) * eighth
-        if count >= len(are_targets):
-            return self._replace(places=None)
-        return self._replace(places=are_targets.argsort(descending=True, stable=True)[:count])
+    places: Tensor | None = None  # (N,) int64, see `with_places`; None: all B*T
 
     def part(self, index: int, count: int) -> "Batch":
         """Return one of `count` parts with equally many windows, for micro-batches and processes.
@@ -61,7 +44,7 @@ class Batch(NamedTuple):
             if rows % count:
                 raise ValueError(f"count must divide the {rows} windows, got {count}")
             chosen = slice(rows // count * index, rows // count * (index + 1))
-            return self._with_places_as(Batch(self.tokens[chosen], self.targets[chosen]), count)
+            return Batch(self.tokens[chosen], self.targets[chosen])
         length = self.tokens.shape[1]
         size = length // count
         start = size * index
@@ -75,14 +58,24 @@ class Batch(NamedTuple):
         borders = self.cu_seqlens.new_full((slots,), size)
         borders[: last - first] = self.cu_seqlens[first:last] - start
         chosen = slice(start, start + size)
-        part = Batch(self.tokens[:, chosen], self.targets[:, chosen], borders)
-        return self._with_places_as(part, count)
+        return Batch(self.tokens[:, chosen], self.targets[:, chosen], borders)
 
-    def _with_places_as(self, part: "Batch", count: int) -> "Batch":
-        """Return one of `count` parts, with places if the whole has them: as many in each part."""
-        if self.places is None:
-            return part
-        return part.with_places(int((self.targets.reshape(count, -1) != NO_TARGET).sum(1).max()))
+
+def with_places(parts: Sequence[Batch]) -> list[Batch]:
+    """Return equally large batches with the places of their targets, where these are few.
+
+    The head need not read other places. All batches get equally many: as many as the most targets,
+    filled up to one eighth of all places, or two, and so on. So there are few shapes, which
+    compiled and captured steps want.
+    """
+    masks = [(part.targets != NO_TARGET).flatten() for part in parts]
+    size = masks[0].numel()
+    eighth = ceil_div(size, 8)
+    count = eighth * max(1, ceil_div(max(int(mask.sum()) for mask in masks), eighth))
+    if count >= size:
+        return [*parts]
+    orders = (mask.argsort(descending=True, stable=True) for mask in masks)
+    return [part._replace(places=order[:count]) for part, order in zip(parts, orders, strict=True)]
 
 
 def make_batch(

@@ -58,7 +58,7 @@ class RowsData(BatchSource):
             generator = np.random.default_rng((self._seed, epoch))
             self._order = (epoch, generator.permutation(num_rows))
         chosen = self._order[1][place * batch_size : (place + 1) * batch_size]
-        return Batch(*(torch.from_numpy(part[chosen]) for part in self._train)).with_places()
+        return Batch(*(torch.from_numpy(part[chosen]) for part in self._train))
 
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield the test rows, in order; rows of zeros without targets complete the last batch."""

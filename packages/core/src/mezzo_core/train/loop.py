@@ -16,6 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from mezzo_core.config_json import to_json
 from mezzo_core.data import NO_TARGET, Batch, BatchSource
+from mezzo_core.data.batches import with_places
 from mezzo_core.data.texts import TextConfig, absolute_tokenizer, change_texts, texts_of
 from mezzo_core.device import autocast, move_batch
 from mezzo_core.errors import FailedRunError, UserError
@@ -250,7 +251,7 @@ def _read(run: _Run, step: int) -> tuple[list[Batch], int | Tensor]:
         count = world.sum(torch.tensor(count, device=world.device)) // world.context
     else:
         batch = batch.part(world.share, world.num_shares)
-    parts = [move_batch(part, world.device) for part in run.parts(batch)]
+    parts = [move_batch(part, world.device) for part in with_places([*run.parts(batch)])]
     if run.config.cuda_graph:  # for which a number would be a constant
         count = torch.stack([(part.targets != NO_TARGET).sum() for part in parts]).sum()
     # A batch without targets has loss 0, as by `LM.loss`, and not 0 / 0.
