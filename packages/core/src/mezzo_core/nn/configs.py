@@ -2,12 +2,7 @@
 
 from typing import Protocol
 
-from mezzo_core.nn.contract import (
-    AbstractBlock,
-    AbstractMixer,
-    AbstractSequenceModule,
-    AbstractStack,
-)
+from mezzo_core.nn.contract import AbstractBlock, AbstractMixer, AbstractStack
 
 
 class MixerConfig(Protocol):
@@ -31,12 +26,4 @@ class StackConfig(Protocol):
 
     def build(self, d_model: int) -> AbstractStack:
         """Build the stack, on torch's default device."""
-        ...
-
-
-class SequenceConfig(Protocol):
-    """The configuration of a mixer, a block or a stack."""
-
-    def build(self, d_model: int) -> AbstractSequenceModule:
-        """Build it, on torch's default device."""
         ...

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo_core.nn.attention import Attention
-from mezzo_core.nn.configs import SequenceConfig
+from mezzo_core.nn.configs import BlockConfig, MixerConfig
 from mezzo_core.nn.contract import AbstractSequenceModule
 from mezzo_core.nn.init import init_own_weights
 from mezzo_core.nn.lm import LM, LMConfig
@@ -42,7 +42,7 @@ class Layer(nn.Module):
 
 
 def build_layer(
-    config: SequenceConfig, d_model: int, device: torch.device, *, alone: bool = False
+    config: MixerConfig | BlockConfig, d_model: int, device: torch.device, *, alone: bool = False
 ) -> Layer:
     """Build a layer on the device, with the same weights at each call."""
     torch.manual_seed(0)

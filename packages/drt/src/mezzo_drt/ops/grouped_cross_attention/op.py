@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from mezzo_core.ops.form import schema_of
 from mezzo_core.ops.gradients import function_of, register_gradient
 from mezzo_core.ops.replay import replayed
 from torch import Tensor
@@ -14,14 +15,13 @@ from mezzo_drt.ops.grouped_cross_attention.saved import Saved
 _TENSORS = "Tensor q, Tensor k, Tensor v, Tensor indices, Tensor weights"
 _READERS = "Tensor? order, Tensor? offsets, Tensor? parts, Tensor? chunks"
 """The tensors of `Readers`; if None, the backward computes them."""
-_FORM = "bool softmax1, float scale"
 _GRADIENTS = "(Tensor, Tensor, Tensor, Tensor)"
 
 
 @torch.library.custom_op(
     "mezzo_drt::grouped_cross_attention",
     mutates_args=(),
-    schema=f"({_TENSORS}, {_READERS}, {_FORM}) -> (Tensor, Tensor)",
+    schema=f"({_TENSORS}, {_READERS}, {schema_of(Form)}) -> (Tensor, Tensor)",
 )
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, indices: Tensor, weights: Tensor, *rest: Any
@@ -44,7 +44,7 @@ def _(
 @torch.library.custom_op(
     "mezzo_drt::grouped_cross_attention_bwd",
     mutates_args=(),
-    schema=f"(Tensor dout, {_TENSORS}, Tensor lse, {_READERS}, {_FORM}) -> {_GRADIENTS}",
+    schema=f"(Tensor dout, {_TENSORS}, Tensor lse, {_READERS}, {schema_of(Form)}) -> {_GRADIENTS}",
 )
 def _attention_bwd(
     dout: Tensor,
