@@ -165,7 +165,13 @@ FULL = Size(
     2**16,
 )
 TOY_STACK = replace(
-    FULL.stack, chunk_size=16, num_retrieved=2, window_size=32, head_dim=16, hidden=64
+    FULL.stack,
+    num_layers=2,
+    chunk_size=16,
+    num_retrieved=2,
+    window_size=32,
+    head_dim=16,
+    hidden=64,
 )
 TOY = Size(32, TOY_STACK, 2**10)
 """Of a rehearsal on a CPU."""
@@ -184,7 +190,7 @@ def tables(options: Options) -> dict[str, Table]:
 def toy(table: Table) -> Table:
     """Return a table's first and last stage and its first length, at toy sizes."""
     stages = (
-        replace(s, task=replace(s.task, test_rows=2), seq_len=512, batch_size=2, steps=1)
+        replace(s, task=replace(s.task, test_rows=2), seq_len=512, batch_size=1, steps=1)
         for s in (table.stages[0], table.stages[-1])
     )
     return table._replace(stages=tuple(stages), columns=table.columns[:1])
