@@ -51,6 +51,20 @@ def test_scores_do_not_depend_on_the_default_dtype(model):
         torch.set_default_dtype(torch.float32)
 
 
+def test_scores_of_a_bfloat16_model_are_summed_in_float64(model):
+    found = beam_search(model.bfloat16(), [[1, 2]], num_beams=5, max_new_tokens=1)[0]
+    with torch.no_grad():
+        scores = model(torch.tensor([[1, 2]])).logits[0, -1].double().log_softmax(-1)
+    assert [beam.score for beam in found] == pytest.approx(scores.sort(descending=True)[0].tolist())
+
+
+def test_a_model_that_works_before_steps_finds_the_same(model):
+    asked = {"num_beams": 4, "max_new_tokens": 6}
+    rewinding = beam_search(model.rewinding(1), [[1, 2]], **asked)[0]
+    expected = beam_search(model, [[1, 2]], **asked)[0]
+    assert [beam.tokens for beam in rewinding] == [beam.tokens for beam in expected]
+
+
 @pytest.mark.parametrize("wrong", [[3], range(5)])
 def test_outputs_that_are_no_numbers_are_refused(model, wrong):
     model.embed.weight.data[list(wrong)] = float("nan")
@@ -72,6 +86,8 @@ def test_what_ended_keeps_its_score_and_its_place(model):
     for ended in ([(0,)], [(i, 0) for i in range(1, 5)]):
         whole |= {new[:-1]: score for new, score in scored(model, [1, 2], ended).items()}
     assert {tuple(beam.tokens): beam.score for beam in found} == pytest.approx(whole)
+    few = beam_search(model, [[1, 2]], num_beams=3, max_new_tokens=4, stop_tokens=[0, 1, 2])[0]
+    assert len(few) == 3, "what ended counts as a beam"
 
 
 @pytest.mark.parametrize(

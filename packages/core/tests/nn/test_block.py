@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mezzo_core.nn import AttentionConfig, MixerBlockConfig, MLPConfig
+from mezzo_core.nn import Attention, AttentionConfig, LMConfig, MixerBlockConfig, MLPConfig
 from mezzo_core.testing import assert_close
 from mezzo_core.testing.arguments import check_module_arguments
 from mezzo_core.testing.laws import LAWS
@@ -58,6 +58,12 @@ def test_norms_are_what_the_config_says():
         block = CONFIGS[name].build(C)
         for norm in (block.mixer_norm, block.mlp_norm):
             assert_close(name, norm(x), y, rtol=1e-5)
+
+
+def test_bytes_of_mixers_on_the_host_are_told(monkeypatch):
+    model = LMConfig(vocab_size=11, d_model=C, mixers=(AttentionConfig(8),) * 2).build()
+    monkeypatch.setattr(Attention, "host_state_bytes", lambda _, num_tokens: 5 * num_tokens)
+    assert model.host_state_bytes(7) == model.rewinding(2).host_state_bytes(7) == 70
 
 
 def test_a_scale_that_is_no_positive_number_is_refused():

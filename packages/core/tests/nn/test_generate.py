@@ -149,6 +149,12 @@ def test_tokens_come_as_often_as_the_temperature_says(temperature):
     assert_drawn_from(frequencies(Sampler(temperature), logits), expected)
 
 
+def test_logits_in_bfloat16_are_rounded_no_further():
+    logits, noise = torch.randn(4096, 64).bfloat16(), torch.empty(4096, 64).exponential_()
+    sampler = Sampler(0.7)
+    assert torch.equal(sampler(logits, noise), sampler(logits.float(), noise))
+
+
 def test_top_k_draws_from_the_k_likeliest_as_they_are():
     probs = torch.tensor([0.1, 0.4, 0.2, 0.3])
     expected = torch.tensor([0.0, 4 / 7, 0.0, 3 / 7], dtype=torch.float64)

@@ -182,7 +182,7 @@ def _check_refusals(module: AbstractSequenceModule) -> None:
         return
     for n, words in (
         (ROOM + 1, f"n must be at most {ROOM}, the room"),
-        (3, "n must be at most 2 in row 0, which can go back no further, got 3"),
+        (torch.tensor([1, 3]), "n must be at most 2 in row 1, which can go back no further, got 3"),
         (torch.tensor([1, -1]), f"n must be from 0 to {ROOM}"),
         (-1, "n must be 0 or more"),
     ):
