@@ -50,7 +50,7 @@ def examples_of(batch):
 
 
 def test_the_targets_are_the_answers_and_their_ends(text):
-    rows = AnswersConfig(text).build(48, None)
+    rows = AnswersConfig(text).build(11, None)  # which the longest example fills
     found = [one for batch in rows.validation_batches(2) for one in examples_of(batch)]
     assert len(found) == 8
     for its, asked in found:
@@ -142,8 +142,13 @@ def test_an_example_in_a_row_has_the_loss_that_it_has_alone(text):
 def test_held_out_examples_can_be_in_a_file_of_their_own(text, tmp_path):
     written(tmp_path / "other.jsonl", {"prompt": "a", "completion": "b"})
     config = AnswersConfig(replace(text, validation_source=str(tmp_path / "other.jsonl")))
-    (batch,) = config.build(48, None).validation_batches(1)
+    data = config.build(48, None)
+    (batch,) = data.validation_batches(1)
     assert examples_of(batch) == [("ab", [ord("b"), 256])]
+    other = AnswersConfig(replace(config.text, seed=1)).build(48, None)
+    assert not torch.equal(data.train_batch(0, 3).tokens, other.train_batch(0, 3).tokens)
+    written(tmp_path / "other.jsonl", {"prompt": "a", "completion": "c"})
+    assert data.fingerprint == other.fingerprint != config.build(48, None).fingerprint
 
 
 BAD = {

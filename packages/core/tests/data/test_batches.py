@@ -243,6 +243,18 @@ def test_the_end_of_a_book_has_bytes_of_its_own(names, tmp_path, kind, mask_docu
     assert data.num_validation_bytes - num_bytes in (0, 1)  # a space, which decoding drops
 
 
+def test_the_first_token_of_an_end_has_its_space(names, tmp_path):
+    (tmp_path / "a.txt").write_text("a single man in possession of a good fortune " * 9)
+    config, found = DataConfig(str(tmp_path / "a.txt"), names["sentencepiece"]), set()
+    for fraction in (0.5, 0.52, 0.54, 0.56):
+        text = replace(config, validation_fraction=fraction)
+        whole, masked = (replace(text, mask_documents=on).build(5, None) for on in (False, True))
+        first = next(whole.validation_batches(1)).targets[0, 0]
+        missing = whole.num_validation_bytes - masked.num_validation_bytes
+        found.add(missing - len(whole.tokenizer.decode([int(first)])))
+    assert found == {0, 1}, "a space, which decoding drops"
+
+
 def test_a_part_of_a_text_that_is_not_kept_counts_by_its_share(tmp_path):
     """A tokenizer of words alone: its tokens have no spaces, the text has many."""
     tokenizers = pytest.importorskip("tokenizers")
@@ -271,6 +283,8 @@ def test_a_text_of_its_own_is_the_validation_part(tmp_path, streaming):
     trained = torch.cat([data.train_batch(step, 1).tokens[0] for step in range(10)]).tolist()
     assert trained.count(ord("<")) == 9  # an epoch has 10 windows
     assert data.fingerprint != config.build(9, None).fingerprint
+    (tmp_path / "other.jsonl").write_text('{"text": "<new>"}')
+    assert data.fingerprint != replace(config, validation_source=other).build(9, None).fingerprint
 
 
 @pytest.mark.parametrize("mask_documents", [False, True])

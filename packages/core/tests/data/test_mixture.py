@@ -98,6 +98,8 @@ def test_all_that_the_texts_hold_out_is_validated_once_and_spread_evenly(mixture
     found, padding = found[: len(wanted)], found[len(wanted) :]
     assert all(bool((row.targets == NO_TARGET).all()) for row in padding)
     assert sorted(str(row[:2]) for row in found) == sorted(str(row[:2]) for row in wanted)
+    first = kinds(torch.cat([row.tokens for row in found[:3]]))
+    assert not first["1"], "a text of few windows does not begin"
     half = kinds(torch.cat([row.tokens for row in found[: len(found) // 2]]))
     every = kinds(torch.cat([row.tokens for row in found]))
     assert all(abs(half[kind] - every[kind] / 2) <= 1 for kind in "a1+")
@@ -159,6 +161,9 @@ def test_a_text_that_is_too_short_to_train_on_is_named(mixture, tmp_path):
     assert data.validation.num_targets
     with pytest.raises(UserError, match=r"texts\[1\], '.*digits.jsonl': the training part has 2"):
         data.check_training(1)
+    held_out = replace(mixture.texts[1], validation_fraction=1.0)
+    texts = (mixture.texts[0], held_out, mixture.texts[2])
+    assert replace(mixture, texts=texts).build(4, None).num_train_tokens == 0
 
 
 def test_steps_and_batches_that_are_none_are_refused(mixture):

@@ -315,9 +315,10 @@ def test_a_place_that_the_text_has_no_more_is_refused(tmp_path):
         data.train_batch(step, 1)
     state = data.state_dict()
     assert state["cursor"]["block"] > 1
-    path.write_text("".join(lines[:12]))
-    with pytest.raises(UserError, match=r"place in .*a\.jsonl is not there any more"):
-        config.build(32, None).load_state_dict(state)
+    for changed in (lines[:12], ['{"text": "x"}\n'] * 60):
+        path.write_text("".join(changed))
+        with pytest.raises(UserError, match=r"place in .*a\.jsonl is not there any more"):
+            config.build(32, None).load_state_dict(state)
 
 
 def test_errors_of_a_stream_on_its_way_are_one_line():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from mezzo_core.nn.attention import AttentionConfig
+from toys.running_mean import RunningMeanConfig
 
 C = 16
 
@@ -53,6 +54,12 @@ def test_a_call_before_the_weights_move_to_a_device_spoils_no_later_one(mixer, s
         mixer(x, type(state)(*(part.to(state_device) for part in state)))
     mixer.to("meta")
     assert mixer(x, mixer.init_state(1))[0].shape == (1, 3, C)
+
+
+def test_a_state_of_fixed_size_is_reserved_in_the_dtypes_of_the_weights():
+    mixer = RunningMeanConfig().build(C)
+    state = mixer.double().init_state(1)
+    assert mixer.bfloat16().reserve(state, 1).sum.dtype == torch.bfloat16
 
 
 def test_step_takes_one_token_a_row_and_no_gradients(mixer):

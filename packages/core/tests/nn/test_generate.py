@@ -66,8 +66,11 @@ def test_a_prefill_in_segments_generates_the_same(any_model, prompts, prefill_to
 def test_a_prefill_in_segments_runs_no_more_tokens_at_a_time(model):
     sizes = []
     model.stack.register_forward_pre_hook(lambda _, inputs: sizes.append(inputs[0].shape[1]))
-    generate(model, [[1] * 11, [2] * 4], max_new_tokens=1, prefill_tokens=4)
-    assert sizes == [4, 4, 3]
+    for assistant in (None, model):
+        sizes.clear()
+        options = {"max_new_tokens": 1, "prefill_tokens": 4, "assistant": assistant}
+        generate(model, [[1] * 11, [2] * 4], **options)
+        assert sizes == [4, 4, 3] * (1 if assistant is None else 2)
 
 
 @few
