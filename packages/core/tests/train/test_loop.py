@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from mezzo_core.data import DataConfig
 from mezzo_core.data.tokenizers import ByteTokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.nn.checkpoint import load_model
@@ -91,8 +92,18 @@ def test_a_run_that_is_accurate_enough_ends_and_stays_ended(tiny, tmp_path, rows
         assert [row["step"] for row in rows_of(tmp_path)] == [1, 2]
         assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-2"]
         assert json.loads((tmp_path / "model/config.json").read_text())["extra"]["step"] == 2
-    longer = train(replace(config, stop_at_accuracy=1.0), tmp_path, quiet=True)
-    assert longer.steps == config.steps
+    longer = train(replace(config, stop_at_accuracy=result.val_accuracy), tmp_path, quiet=True)
+    assert longer.steps > 2
+    longest = train(replace(config, stop_at_accuracy=1.0), tmp_path, quiet=True)
+    assert longest.steps == config.steps
+
+
+def test_a_run_that_is_cut_short_has_no_validation_loss_of_an_earlier_step(
+    tiny, tmp_path, train_until
+):
+    train_until(tiny(), tmp_path, 5)
+    result = train(tiny(steps=4), tmp_path, quiet=True)
+    assert (result.steps, result.val_loss) == (4, None)
 
 
 @pytest.mark.usefixtures("losses_drawn")
@@ -152,8 +163,22 @@ def test_an_exploded_validation_loss_stops_the_run_before_it_is_saved(tiny, tmp_
     assert rows_of(tmp_path, "val_loss") == []
 
 
-def test_nan_stops_the_run_and_names_the_last_checkpoint(tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda loss: loss * math.nan, "loss nan"),
+        (lambda loss: loss + (loss - loss.detach()).sqrt(), "gradient norm (nan|inf)"),
+        (lambda loss: loss * 3.5, "loss 1"),
+    ],
+    ids=["NaN", "gradient", "above three guesses"],
+)
+def test_nan_stops_the_run_and_names_the_last_checkpoint(
+    tiny, tmp_path, monkeypatch, spoil, words
+):
     from mezzo_core.nn.lm import LM
+
+    (tmp_path / "short.txt").write_text("half of the notes " * 20)
+    config = tiny(data=DataConfig(str(tmp_path / "short.txt"), validation_fraction=0.2))
 
     honest = LM.loss
     calls = 0
@@ -162,13 +187,13 @@ def test_nan_stops_the_run_and_names_the_last_checkpoint(tiny, tmp_path, monkeyp
         nonlocal calls
         calls += torch.is_grad_enabled()
         value = honest(self, *arguments, **options)
-        return value * math.nan if calls == 4 and torch.is_grad_enabled() else value
+        return spoil(value) if calls == 4 and torch.is_grad_enabled() else value
 
     monkeypatch.setattr(LM, "loss", loss)
-    with pytest.raises(DivergenceError, match=r"at step 4 .*loss nan.*step-2;"):
-        train(tiny(), tmp_path, quiet=True)
+    with pytest.raises(DivergenceError, match=rf"at step 4 .*in epoch 2\).*{words}.*step-2;"):
+        train(config, tmp_path / "run", quiet=True)
     monkeypatch.undo()
-    assert train(tiny(), tmp_path, quiet=True).steps == 6
+    assert train(config, tmp_path / "run", quiet=True).steps == 6
 
 
 def test_a_text_that_is_held_out_as_a_whole_trains_nothing(tiny, tmp_path):

@@ -1,5 +1,7 @@
 """MFU: the speed of training beside that of the GPU's peak."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from mezzo_core.train.distributed import World
@@ -34,6 +36,19 @@ def test_a_training_at_the_peak_does_three_forwards_flops(tiny, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another")
     assert peak_speed(tiny(), model, world) is None
     assert peak_speed(tiny(), model, World(torch.device("cpu"))) is None
+
+
+def test_the_speed_leaves_out_the_first_reading_and_pauses(monkeypatch):
+    clock = SimpleNamespace(perf_counter=iter([0.0, 10.0, 13.0, 15.0]).__next__, time=float)
+    monkeypatch.setattr("mezzo_core.train.meter.time", clock)
+    meter = Meter(World(torch.device("cpu")), 100, StopRequest())
+    for step in (1, 2):
+        meter.add(step, 0.1, torch.tensor(1.0), torch.tensor(1.0))
+        (row,) = meter.read()
+        if step == 1:
+            with meter.paused():
+                pass
+    assert row["tokens_per_second"] == meter.tokens_per_second == 50
 
 
 @pytest.mark.parametrize("peak", [None, 1e6])
