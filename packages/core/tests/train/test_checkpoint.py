@@ -156,6 +156,16 @@ def test_a_damaged_checkpoint_does_not_push_out_a_good_one(checkpoints, small):
     assert [path.name for path in checkpoints.folder.iterdir()] == ["step-4"]
 
 
+def test_a_good_checkpoint_outlives_a_damaged_one_after_it(checkpoints, small):
+    for step in (2, 4):
+        checkpoints.save(step, *small(0), {})
+    shard = checkpoints.folder / "step-4" / "state" / "process-0.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    assert checkpoints.load(*small(0)).step == 2
+    checkpoints.save(5, *small(0), {})
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["step-2", "step-5"]
+
+
 def double(small, seed):
     model, optimizer = small(seed)
     for moments in optimizer.state.values():
