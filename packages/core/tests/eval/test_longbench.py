@@ -79,6 +79,20 @@ def test_an_answer_is_greedy_after_the_first_and_the_last_half(model, tmp_path):
         measure_longbench(model, ByteTokenizer(), [question], length=33)
 
 
+def test_a_prompt_with_the_first_token_of_a_document_fits(model, monkeypatch):
+    told, tokenizer = [], ByteTokenizer()
+    monkeypatch.setattr(
+        "mezzo_core.eval.longbench.measure.generate",
+        lambda _, prompts, **options: (told.append((prompts, options)), [[]])[1],
+    )
+    tokenizer.begin_tokens = (256,)
+    options = {"segment_tokens": 64, "repetition_penalty": 1.2, "length": 134}
+    measure_longbench(model, tokenizer, [Question("hotpotqa", "x", "y" * 300, ["z"])], **options)
+    (((prompt,), asked),) = told
+    assert (prompt[0], len(prompt)) == (256, 101)
+    assert (asked["prefill_tokens"], asked["repetition_penalty"]) == (64, 1.2)
+
+
 @pytest.mark.parametrize(
     ("written", "ends"), [(b"", 0), (b"\n", 0), (b"a b", 0), (b"\n\na", 0), (b"\na\n", 1)]
 )

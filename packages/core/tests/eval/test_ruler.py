@@ -163,6 +163,16 @@ def test_a_model_is_scored_by_what_it_writes(model):
     assert 1100 < found.mean_length <= 1300
 
 
+def test_a_model_is_asked_the_questions_of_the_seed(model, monkeypatch):
+    told = []
+    monkeypatch.setattr(
+        "mezzo_core.eval.ruler.measure.generate",
+        lambda _, prompts, **options: (told.extend(prompts), [[]] * 2)[1],
+    )
+    measure_ruler(model, BYTES, TASKS["ruler_fwe"], length=1300, num_questions=2, seed=7)
+    assert told == [tokens for tokens, _ in asked("ruler_fwe", 2, 1300, seed=7)]
+
+
 def test_the_command_measures_the_tasks_by_their_names(model, tmp_path, run_command):
     config = LMConfig(vocab_size=257, d_model=16, mixers=(AttentionConfig(head_dim=8),))
     save_model(model, config, tmp_path / "model", {"tokenizer": "byte"})
