@@ -479,21 +479,37 @@ def test_cropped_tokens_have_never_been(model):
     torch.testing.assert_close(model(TOKENS[:, 14:], cache=mine).logits, whole[:, 14:])
 
 
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
 @torch.no_grad()
-def test_cropped_padding_takes_no_token_back(model):
+def test_cropped_padding_takes_no_token_back(model, order):
     """As `generate` takes for padding what an assistant proposes and is its token of padding."""
     cache = MezzoCache(model.lm, 2, rollback=4)
     model(TOKENS[:2, :9], cache=cache)
     wrong, mask = TOKENS[2:4, :3], torch.tensor([[1, 0, 1], [0, 0, 0]])
     model(wrong, attention_mask=mask, cache=cache)
     model(wrong[:, :1], cache=cache)
+    cache.reorder_cache(torch.tensor(order))
     cache.crop(-2)  # a step, and the last column, which is padding of the second row
     assert cache.get_seq_length() == 11
     rows = zip(TOKENS[:2].tolist(), [wrong[0, :1].tolist(), []], strict=True)
     rows = [row[:9] + kept + row[9:14] for row, kept in rows]
     whole = [model(torch.tensor([row])).logits[0, -5:] for row in rows]
-    after = model(TOKENS[:2, 9:14], cache=cache).logits
-    torch.testing.assert_close(after, torch.stack(whole))
+    after = model(TOKENS[order, 9:14], cache=cache).logits
+    torch.testing.assert_close(after, torch.stack(whole)[order])
+
+
+@pytest.mark.parametrize("columns", [2, 4])
+@torch.no_grad()
+def test_padding_is_remembered_beyond_the_room_and_tokens_come_before_it(model, columns):
+    cache = MezzoCache(model.lm, 2, rollback=4)
+    model(TOKENS[:2, :9], cache=cache)
+    for _ in range(2):
+        model(TOKENS[:2, :3], attention_mask=torch.zeros(2, 3), cache=cache)
+    cache.crop(-4)
+    cache.crop(-columns)
+    left = 9 - max(columns - 2, 0)
+    after = model(TOKENS[:2, left:14], cache=cache).logits
+    torch.testing.assert_close(after, model(TOKENS[:2]).logits[:, left:14])
 
 
 def test_a_crop_beyond_its_room_is_one_line(model):
