@@ -142,6 +142,12 @@ def test_generation_stops_at_its_strings_in_every_row(lm):
         for more in ({}, {"temperature": 1.0}, {"temperature": 9.0})
     )
     assert drawn == same != hot
+    sampling = {"do_sample": True, "temperature": 9.0, "max_gen_toks": 7, "until": []}
+    for few in ({"top_k": 1}, {"top_p": 1e-6}):
+        assert model.generate_until(asked("generate_until", ("river", sampling | few))) == found[4:]
+    short = MezzoEvalLM(lm, load_tokenizer("byte"), max_length=12)
+    longer = ("many words and then river", {"until": [], "max_gen_toks": 7})
+    assert short.generate_until(asked("generate_until", longer)) == found[4:]
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +227,8 @@ def test_the_command_prints_the_scores(lm, tasks, tmp_path, run_command):
     assert found["versions"].keys() == {"cloze", "written"}
     assert found["results"].keys() == {"cloze", "written", "ruler_fwe"}, "which is mezzo's own"
     assert found["n-samples"]["cloze"]["effective"] == 2
+    code, out, _ = run_command("eval", *given, "--tasks", "cloze", "--num-fewshot", 1)
+    assert json.loads(out)["n-shot"] == {"cloze": 1}
     for name, words in (("clozed", "did you mean cloze"), (" , ", "--tasks must name a task")):
         code, out, err = run_command("eval", *given, "--tasks", name)
         assert (code, out, len(err.splitlines())) == (2, "", 1)

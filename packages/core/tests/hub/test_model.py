@@ -14,6 +14,7 @@ from mezzo_core.hub.replace import replace_attention
 from mezzo_core.nn import AttentionConfig, LMConfig, generate
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from torch._dynamo.testing import CompileCounter
+from torch.utils.checkpoint import checkpoint
 from toys.retrieval import RetrievalConfig
 from transformers import (
     AutoModelForCausalLM,
@@ -214,11 +215,14 @@ def test_gradient_checkpointing_runs_each_layer_again_until_it_is_switched_off(m
         block.mixer.register_forward_hook(lambda *_: calls.append(1))
     enable = model.gradient_checkpointing_enable
     reentrant = partial(enable, {"use_reentrant": True})
-    for switch in (enable, reentrant, model.gradient_checkpointing_disable):
+    again = partial(checkpoint, use_reentrant=False)
+    every_other = partial(model._set_gradient_checkpointing, True, again, every_n_layers=2)
+    disable = model.gradient_checkpointing_disable
+    for switch, count in ((enable, 4), (reentrant, 4), (every_other, 3), (disable, 2)):
         switch()
         calls.clear()
         model(TOKENS, labels=TOKENS).loss.backward()
-        assert len(calls) == (4 if model.gradient_checkpointing else 2)
+        assert len(calls) == count
 
 
 def test_labels_of_nothing_give_a_loss_of_zero(model):
@@ -267,6 +271,8 @@ def test_a_static_cache_has_room_for_all_so_a_compiled_step_is_compiled_once(mod
     plain = model.generate(TOKENS[:2], max_new_tokens=80)
     beams = {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2}
     assert torch.equal(model.generate(**given | beams), model.generate(TOKENS[:2], **beams))
+    samples = {"max_new_tokens": 2, "do_sample": True, "num_return_sequences": 3}
+    assert len(model.generate(**given | samples)) == 6
     torch._dynamo.reset()
     compiled = CompileCounter()
     model.forward = torch.compile(model.forward, backend=compiled)

@@ -180,6 +180,9 @@ def test_other_weights_are_kept_and_all_of_them_train():
     kept = {name: weight.clone() for name, weight in before.state_dict().items()}
     model = replace_attention(before, RunningMeanConfig(), [1])
     assert not any(weight.is_meta for weight in [*model.parameters(), *model.buffers()])
+    assert not any(part.training for part in model.modules())
+    new = model.model.layers[1].self_attn.mixer.value.weight
+    assert new.std().item() == pytest.approx(model.config.initializer_range, rel=0.2)
     same = {name: weight for name, weight in model.state_dict().items() if name in kept}
     assert all(torch.equal(weight, kept[name]) for name, weight in same.items())
     assert {name for name in kept if name not in same} == {
