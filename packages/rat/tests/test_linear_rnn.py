@@ -3,7 +3,7 @@
 import pytest
 import torch
 from mezzo_core.testing import assert_close
-from mezzo_rat import LinearRNNConfig, RATConfig
+from mezzo_rat import LinearRNNConfig, RATConfig, RATReversedConfig
 
 C = 16
 
@@ -24,10 +24,12 @@ def test_it_is_rat_with_one_chunk(mixer):
     assert_close("y", mixer(x)[0], rat(x)[0].detach(), rtol=1e-5)
 
 
-def test_gates_start_with_memories_that_span_the_context():
-    u = LinearRNNConfig(span=4096).build(1024).gate_bias.detach().exp()
-    assert 1 <= u.min() < 200
-    assert 3900 < u.max() <= 4095.1
+@pytest.mark.parametrize("config", [LinearRNNConfig, RATReversedConfig])
+@pytest.mark.parametrize("span", [32, 4096])
+def test_gates_start_with_memories_that_span_what_is_told(config, span):
+    u = config(span=span).build(1024).gate_bias.detach().exp()
+    assert 1 - 1e-5 <= u.min() < span / 20
+    assert 0.95 * span - 1 < u.max() <= span - 1 + 1e-4 * span
 
 
 def test_weights_and_flops_are_those_of_four_squares(mixer):

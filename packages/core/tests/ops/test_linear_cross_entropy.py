@@ -140,6 +140,13 @@ def test_autocast_multiplies_in_bf16_and_keeps_the_weight_s_gradient_wide(dtype)
     assert (dx.dtype, dw.dtype) == (dtype, torch.float32)
 
 
+def test_the_weight_s_gradient_is_summed_in_float32(monkeypatch):
+    monkeypatch.setattr(chunked, "CHUNK_BYTES", 1)  # a row at a time
+    x, w, targets = inputs(1000, 4, 7, dtype=torch.bfloat16)
+    exact = run(*(tensor.detach().double().requires_grad_() for tensor in (x, w)), targets)
+    assert_close("dW", run(x, w, targets)[3], exact[3], rtol=1e-2)
+
+
 def test_gradients_are_those_of_finite_differences():
     x, w, targets = inputs(7, 3, 11, dtype=torch.float64)
     assert torch.autograd.gradcheck(lambda x, w: linear_cross_entropy(x, w, targets).loss, (x, w))

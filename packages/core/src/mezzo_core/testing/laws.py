@@ -167,11 +167,12 @@ def check_state_bytes(module: AbstractSequenceModule) -> None:
 
     On a GPU, `state_bytes` and `host_state_bytes` are compared each with the tensors of its side.
     On a CPU there is one side, and their sum counts. Counters (integer tensors) may be counted or
-    left out.
+    left out. The same holds in bfloat16.
     """
-    for T in (1, 8, 15):
+    module = deepcopy(module)
+    for dtype, T in product((torch.float32, torch.bfloat16), (1, 8, 15)):
         with torch.no_grad():
-            x = normal(module, (1, T, module.d_model), 0)
+            x = normal(module.to(dtype), (1, T, module.d_model), 0).to(dtype)
             _, state = module(x, module.init_state(1))
         here = [t for t in tree_leaves(state) if t.device == x.device]
         elsewhere = [t for t in tree_leaves(state) if t.device != x.device]
