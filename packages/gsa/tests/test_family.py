@@ -101,6 +101,11 @@ def mixer(request):
     return build(CONFIGS[request.param])
 
 
+@pytest.mark.parametrize("config", [GSAConfig, GatedABCConfig, GLAConfig, RetNetConfig, HGRN2Config])
+def test_the_norm_has_the_epsilon_that_is_told(config):
+    assert config(norm_eps=0.25).build(128).norm.eps == 0.25
+
+
 @pytest.mark.parametrize(("name", "law"), each_law(CONFIGS, AS_OTHERS))
 def test_every_law_is_kept(name, law):
     LAWS[law](build(CONFIGS[name]))

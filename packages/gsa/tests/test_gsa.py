@@ -4,6 +4,7 @@ import pytest
 import torch
 from mezzo_core.nn import init_weights
 from mezzo_core.testing import assert_close
+from mezzo_gsa import gsa
 from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.ops.gsa import recurrent_gsa
 from torch import nn
@@ -17,6 +18,17 @@ def build(config):
     mixer = config.build(C)
     init_weights(mixer, std=0.5)
     return mixer
+
+
+@pytest.mark.parametrize("gate", ["token", "constant"])
+@pytest.mark.parametrize("keep_states", [False, True])
+def test_states_are_kept_if_that_is_told(monkeypatch, gate, keep_states):
+    """It changes no number: the op is asked for it."""
+    name = "chunk_gsa_projected" if gate == "token" else "chunk_gsa"
+    told, op = [], getattr(gsa, name)
+    monkeypatch.setattr(gsa, name, lambda *x, **form: (told.append(form), op(*x, **form))[1])
+    build(GSAConfig(2, num_slots=4, gate=gate, keep_states=keep_states))(torch.randn(1, 3, C))
+    assert told[0]["keep_states"] == keep_states
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,13 @@ def test_every_law_is_kept(stack, law):
     LAWS[law](stack)
 
 
+def test_the_norms_of_layers_have_the_epsilon_that_is_told():
+    stack = HGRN2StackConfig(L, HGRN2Config(8), norm_eps=0.25).build(C)
+    assert {norm.eps for block in stack.blocks for norm in (block.mixer_norm, block.mlp_norm)} == {
+        0.25
+    }
+
+
 def test_steps_of_a_layer_whose_norm_has_a_hook_equal_the_whole(stack):
     stack.blocks[1].mixer.norm.register_forward_hook(lambda norm, inputs, y: 2 * y)
     LAWS["step"](stack)

@@ -104,6 +104,8 @@ def test_flops_are_the_weights_twice_and_the_state_five_times():
     with torch.device("meta"):
         mixer = RetNetConfig(num_heads=8).build(2048)
     assert mixer.flops_per_token(7) == 2 * 8 * 2048**2 + 5 * 512 * 2048 + 2 * 2048
+    plain, mapped = (RetNetConfig(4, 2, qk_map=on).build(64) for on in (False, True))
+    assert mapped.flops_per_token(7) - plain.flops_per_token(7) == 2 * (4 + 2) * 16**2
 
 
 def test_t2r_adds_no_weights_but_the_norm():

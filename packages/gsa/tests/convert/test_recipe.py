@@ -48,6 +48,7 @@ def test_the_setting_is_the_papers(target):
     assert max(rates) == pytest.approx(3e-5)
     assert rates[0] == pytest.approx(3e-8)
     assert rates[-1] == pytest.approx(3e-6)
+    assert config.optim.weight_decay == 0.01
 
 
 def test_another_transformer_and_a_short_run():

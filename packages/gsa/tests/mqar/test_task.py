@@ -40,6 +40,9 @@ def test_random_tokens_are_those_of_the_released_generator(size):
     task = MQARConfig(seq_len=size[0], num_pairs=size[1], random_non_queries=True)
     rows = task.generate(16, seed=0)
     assert (digest(rows.inputs), digest(rows.targets)) == (RANDOM[size], GOLDEN[size][1])
+    others = task.generate(16, seed=1)
+    same = (rows.inputs == others.inputs)[(rows.targets < 0) & (others.targets < 0)]
+    assert same.mean() < 0.01
 
 
 @pytest.mark.parametrize(("vocab", "T", "P"), [(8192, 512, 64), (65, 64, 16), (41, 20, 1)])
@@ -90,6 +93,7 @@ def test_rows_to_train_on_may_have_fewer_pairs():
     assert (train.targets != -100).sum(1).tolist() == [2] * 10 + [4] * 10
     assert np.array_equal(test.inputs, TINY.parts[1].inputs), "the test is the task's"
     assert config.build(16, None).num_train_tokens == 20 * 16
+    assert replace(config, train_rows=21).build(16, None).num_train_tokens == 21 * 16
     with pytest.raises(UserError, match="train_rows must be at least 2, got 1"):
         replace(config, train_rows=1).build(16, None)
 
