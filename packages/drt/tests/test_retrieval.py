@@ -61,6 +61,15 @@ def test_of_chunks_with_equal_keys_the_earliest_are_chosen(tile, dtype, monkeypa
         assert found[0, n].tolist() == [int(better[n]) + 2 * r for r in range(R)]
 
 
+def test_sums_that_differ_by_their_order_alone_are_equal():
+    draws = torch.Generator().manual_seed(0)
+    key = torch.randn(999, generator=draws)
+    keys = torch.stack([key[torch.randperm(999, generator=draws)] for _ in range(20)])[None]
+    lo, hi = (torch.full((1, 1), x) for x in (0, 20))
+    found = retrieve(torch.ones(1, 1, 999), keys, lo, hi, R, noise=False, ties=True).indices
+    assert found.flatten().tolist() == list(range(R))
+
+
 def test_what_may_not_be_read_may_be_no_number():
     queries, keys, lo, hi = inputs()
     clean = retrieve(queries, keys, lo, hi.clamp(max=5), R, noise=False)

@@ -202,6 +202,12 @@ def test_gradients_of_each_row_may_be_taken_by_vmap():
             assert_close(name, found[name][i], gradient, rtol=1e-10)
 
 
+def test_fixed_keys_are_not_trained_by_the_retrieval():
+    encoder = DRTConfig(num_layers=2, head_dim=4, retriever="fixed").build(8).encoder
+    memory = encoder(torch.randn(1, 2, 5, 8, requires_grad=True))
+    assert [part.requires_grad for part in memory] == [False, True, True]
+
+
 def test_only_training_with_noise_explores():
     x = torch.randn(1, 30 * L, C, dtype=torch.float64)
     with torch.no_grad():
