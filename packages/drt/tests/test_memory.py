@@ -65,6 +65,16 @@ def test_segments_copy_the_memory_only_when_its_room_doubles(stack, size):
     assert sum(made) <= 4 * 64, f"copies grow like a square: {made}"
 
 
+def test_chunks_of_a_wider_dtype_are_not_rounded(stack):
+    x = torch.randn(1, 6 * L, C)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, state = run(stack, x[:, : 5 * L], L)
+    assert state.memory.k.dtype == torch.bfloat16
+    assert room_of(state.memory).capacity > 5
+    _, after = stack(x[:, 5 * L :], state)
+    assert after.memory.k.dtype == torch.float32
+
+
 def test_branches_of_one_state_do_not_meet(stack):
     x = torch.randn(2, 60 * L, C)
     whole, _ = stack(x)

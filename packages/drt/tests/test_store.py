@@ -15,6 +15,7 @@ from mezzo_core.testing.laws import LAWS
 from mezzo_core.testing.numerics import assert_close
 from mezzo_drt import DRTConfig
 from mezzo_drt.memory import host
+from mezzo_drt.memory.chunks import Memory
 
 C, L = 12, 4
 CONFIG = DRTConfig(
@@ -82,8 +83,19 @@ def test_a_fork_shares_chunks_until_one_of_the_two_needs_a_file_of_its_own(stack
     chosen = stack.select(state, [0, 0])
     assert chosen.memory.k.data_ptr() != state.memory.k.data_ptr()
     assert len(mapped(tmp_path)) == 2
-    stepping = stack.reserve(state, L)
-    assert stack.fork(stepping).memory.k.data_ptr() != stepping.memory.k.data_ptr()
+    newest = run(stack, x[:, :L], state)[1]
+    for of in (state, newest):  # the newest state takes the room in its own buffers
+        stepping = stack.reserve(of, L)
+        assert (stepping.memory.k.data_ptr() == of.memory.k.data_ptr()) == (of is newest)
+        assert stack.fork(stepping).memory.k.data_ptr() != stepping.memory.k.data_ptr()
+
+
+def test_what_reads_no_chunk_is_told_so():
+    memory = Memory(torch.zeros(2, 3, C), *torch.randn(2, 2, 3, L, 2, 6))
+    indices = torch.tensor([[[-1, 2], [1, -1]], [[-1, -1], [-1, -1]]])
+    fetched, local = host.HostStore().gather(memory, indices)
+    assert local.tolist() == [[[-1, 1], [0, -1]], [[-1, -1], [-1, -1]]]
+    assert torch.equal(fetched.k[0], memory.k[0, 1:])
 
 
 @torch.no_grad()

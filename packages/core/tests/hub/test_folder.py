@@ -278,7 +278,7 @@ def test_a_llama_is_read_with_its_tokenizer_and_has_its_logits(tmp_path, kind, t
     # Each scaling comes with a width of all heads besides the model's, and each with most kinds.
     heads["head_dim"] = {None: 8, "llama3": 16, "linear": 6}[scaling]
     rope = {"rope_type": scaling or "default", "rope_theta": 500.0, **SCALINGS.get(scaling, {})}
-    more = {"rope_parameters": rope, "tie_word_embeddings": tied}
+    more = {"rope_parameters": rope, "tie_word_embeddings": tied, "rms_norm_eps": 0.01}
     theirs = kind(kind.config_class(**sizes, **heads, **more)).eval()
     with torch.no_grad():  # norms and biases are ones and zeros at the start
         for weight in theirs.parameters():
@@ -311,6 +311,12 @@ def test_biases_get_the_dtype_of_their_matrices(tmp_path):
     import_model(name, tmp_path / "run")
     model, _, _ = load_model(tmp_path / "run/model")
     assert {w.dtype for n, w in model.named_parameters() if n.endswith("bias")} == {torch.float32}
+    assert model.norm.weight.dtype == torch.bfloat16
+    theirs.bfloat16().model.norm.float()
+    theirs.save_pretrained(name)
+    import_model(name, tmp_path / "wide norm")
+    model, _, _ = load_model(tmp_path / "wide norm/model")
+    assert (model.norm.weight.dtype, model.head.weight.dtype) == (torch.float32, torch.bfloat16)
     assert generate(model, [[1, 2]], max_new_tokens=2)
 
 

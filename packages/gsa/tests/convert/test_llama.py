@@ -14,7 +14,7 @@ import pytest
 import torch
 from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import AttentionConfig
-from mezzo_core.nn.llama import is_llama
+from mezzo_core.nn.llama import is_llama, llama_config
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.mlp import MLPConfig
 from mezzo_gsa.convert import load_llama
@@ -181,6 +181,9 @@ def test_what_a_description_leaves_out_is_the_architectures_default(llama, mistr
     folder, _ = checkpoint(mistral(num_attention_heads=8, **gone), weights, name="mistral")
     mixer = load_llama(folder)[0].mixers[0]
     assert (mixer.num_kv_heads, mixer.window_size) == (8, 4096)
+    qwen = llama(model_type="qwen3", architectures=..., num_attention_heads=64, **gone)
+    mixer = llama_config(qwen, folder).mixers[0]
+    assert (mixer.num_kv_heads, mixer.head_dim) == (32, 128)
 
 
 def test_weights_keep_their_dtype(llama, checkpoint):
@@ -213,6 +216,7 @@ def test_weights_keep_their_dtype(llama, checkpoint):
         ({"rope_theta": "large"}, "rope_theta must be a positive number, got 'large'"),
         ({"attention_bias": True}, "attention_bias must be False, got True"),
         ({"mlp_bias": True}, "mlp_bias must be False, got True"),
+        ({"use_sliding_window": True}, "use_sliding_window must be False, got True"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config.*bits"),
         ({"head_dim": 16}, r"q_proj.weight is of shape \(32, 32\), config.json says \(64, 32\)"),
