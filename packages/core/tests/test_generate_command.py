@@ -8,6 +8,7 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 from mezzo_core.data.stop_texts import stop_texts
+from mezzo_core.data.stream_decoder import StreamDecoder
 from mezzo_core.data.tokenizers import ByteTokenizer
 from mezzo_core.generate_options import GenerateOptions
 from mezzo_core.nn import AttentionConfig, LMConfig, beam_search, generate
@@ -35,6 +36,18 @@ def written(prompts, rows):
     return "".join(
         f"{prompt}{BYTES.decode(row)}\n\n" for prompt, row in zip(prompts, rows, strict=True)
     )
+
+
+def test_prompts_begin_as_documents_do(command, model, monkeypatch):
+    before, begin = [], StreamDecoder.__init__
+    monkeypatch.setattr(ByteTokenizer, "begin_tokens", (65,))
+    monkeypatch.setattr(
+        StreamDecoder, "__init__", lambda *args: (before.append(args[2]), begin(*args))[1]
+    )
+    code, out, _ = command("--prompt", "xy", "--temperature", 0, "--max-new-tokens", 9)
+    assert code == 0
+    assert out.rstrip("\n") == "xy" + BYTES.decode(generate(model, [[*b"Axy"]], max_new_tokens=9)[0])
+    assert before == [[*b"Axy"]]
 
 
 def test_there_is_a_flag_for_each_number_that_the_function_takes():

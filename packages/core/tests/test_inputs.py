@@ -16,10 +16,11 @@ def opened(config, folder, **options):
     return open_told_data(extra, folder, 257, **options)
 
 
-def test_all_of_another_text_is_read_or_its_validation_part(tmp_path):
+@pytest.mark.parametrize("held_out", [None, "embedded"])
+def test_all_of_another_text_is_read_or_its_validation_part(tmp_path, held_out):
     text = "0123456789" * 10
     (tmp_path / "other.txt").write_text(text)
-    config, source = DataConfig(), str(tmp_path / "other.txt")
+    config, source = DataConfig(validation_source=held_out), str(tmp_path / "other.txt")
     read = {}
     for whole in (False, True):
         name, rows = opened(config, tmp_path, source=source, whole=whole)
@@ -28,6 +29,15 @@ def test_all_of_another_text_is_read_or_its_validation_part(tmp_path):
         read[whole] = bytes(int(i) for part in targets for i in part.flatten() if 0 <= i < 256)
     assert rows.num_validation_bytes == len(text)
     assert read == {False: text[-4:].encode(), True: text.encode()}
+
+
+def test_all_of_the_text_is_read_where_another_was_held_out(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name * 99)
+    config = DataConfig(str(tmp_path / "a.txt"), validation_source=str(tmp_path / "b.txt"))
+    extra = {"data": to_json(config), "fingerprint": config.build(5, None).fingerprint}
+    name, rows = open_told_data(extra, tmp_path, 257, seq_len=5, whole=True)
+    assert (name, rows.num_validation_bytes) == (config.source, 99)
 
 
 def test_a_text_shorter_than_a_row_can_be_read_as_a_whole(tmp_path):

@@ -47,5 +47,7 @@ def test_a_summary_ends_at_the_end_token_or_at_its_length():
     texts = ["A long text, to be told in short.", "Another."]
     tokenizer = ByteTokenizer()
     assert summarize(model, tokenizer, texts, max_new_tokens=5) == ["\0" * 5] * 2
-    tokenizer.stop_tokens = (0,)
+    tokenizer.stop_tokens, tokenizer.begin_tokens, read = (0,), (7,), []
+    model.embed.register_forward_hook(lambda _, tokens, y: read.append(tokens[0][0].tolist()))
     assert summarize(model, tokenizer, texts) == ["", ""]
+    assert read == [[7, *text.encode()] for text in texts]

@@ -341,3 +341,14 @@ def test_one_process_trains_on_text_files_without_the_datasets_library_and_fsdp(
         "assert not slow & (set(sys.modules) - brought)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_change_in_the_middle_is_seen_if_its_time_was_set_back(tmp_path):
+    path = tmp_path / "long.txt"
+    path.write_bytes(b"a" * 300_000)
+    before, times = open_corpus(str(path), "text").identity, path.stat()
+    with path.open("r+b") as file:
+        file.seek(150_000)
+        file.write(b"b")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert open_corpus(str(path), "text").identity != before

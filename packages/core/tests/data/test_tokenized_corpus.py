@@ -60,6 +60,22 @@ def test_runs_share_the_folder_that_the_user_names(monkeypatch, tmp_path):
         token_store()
 
 
+def test_stored_tokens_are_those_of_the_tokenizer_that_asks(tmp_path):
+    other = ByteTokenizer()
+    other.identity, other.eos_token = "another", 7
+    for tokenizer in (ByteTokenizer(), other):
+        stored, made = (tokenize_corpus(corpus_of(TEXTS), tokenizer, f) for f in (tmp_path, None))
+        assert whole(stored.tokens) == whole(made.tokens)
+
+
+def test_a_document_of_several_pieces_begins_once():
+    tokenizer = ByteTokenizer()
+    tokenizer.begin_tokens = (0,)
+    pieces = [Piece("ab", False), Piece("cd", True), Piece("e", True)]
+    tokens = tokenize_corpus(Corpus("a test", "pieces", lambda: iter(pieces)), tokenizer, None).tokens
+    assert tokens.tolist() == [0, *b"abcd", 256, 0, *b"e", 256]
+
+
 def test_a_user_without_a_home_is_one_line(monkeypatch):
     """As in a container whose process has the number of no known user."""
 

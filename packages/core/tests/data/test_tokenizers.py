@@ -116,6 +116,11 @@ def test_a_continuation_keeps_the_space_after_its_prompt(names, kind):
     assert decoder.flush() == ""
 
 
+def test_broken_characters_are_not_held_back_for_ever():
+    decoder = StreamDecoder(load_tokenizer("byte"))
+    assert "".join(decoder.push(0xFF) for _ in range(100)) == "\ufffd" * 64
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_stop_text_may_begin_with_the_first_space(names, kind):
     tokenizer = load_tokenizer(names[kind])

@@ -171,6 +171,10 @@ def test_a_model_is_asked_the_questions_of_the_seed(model, monkeypatch):
     )
     measure_ruler(model, BYTES, TASKS["ruler_fwe"], length=1300, num_questions=2, seed=7)
     assert told == [tokens for tokens, _ in asked("ruler_fwe", 2, 1300, seed=7)]
+    first = ByteTokenizer()
+    first.begin_tokens = (256,)
+    (((begin, *tokens), question),) = questions(TASKS["ruler_fwe"], first, 1300, 1)
+    assert (begin, bytes(tokens).decode()) == (256, question.prompt)
 
 
 def test_the_command_measures_the_tasks_by_their_names(model, tmp_path, run_command):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import tokenizers
 import torch
+from mezzo_core.config_json import to_json
 from mezzo_core.data import DataConfig
 from mezzo_core.errors import UserError
 from mezzo_core.inputs import open_told_data, start_from, told_tokenizer
@@ -135,6 +136,9 @@ def test_a_command_takes_model_and_tokenizer_from_the_folder(tiny, tmp_path):
         assert replace(ours, model=config.model, data=config.data, init_from=None) == config
     with pytest.raises(UserError, match="holds no trained model"):
         start_from(config, tmp_path / "nowhere")
+    extra = {"tokenizer": "gone", "data": to_json(DataConfig(add_bos=True))}
+    save_model(config.model.build(), config.model, tmp_path / "bos/model", extra)
+    assert start_from(config, tmp_path / "bos", "byte").data == DataConfig(add_bos=True)
 
 
 def test_a_command_goes_on_when_its_start_is_gone(tiny, tmp_path, start):

@@ -81,6 +81,13 @@ def test_both_forms_are_the_definition(form, local, retrieved):
             torch.testing.assert_close(out[b, x, h], expected, rtol=1e-9, atol=1e-9)
 
 
+def test_both_forms_take_the_nearest_of_equal_landmarks():
+    q, _, turned, v, places = random_grid(9)
+    turned[:, :, -1] = turned[:, :1, -1]
+    outs = [form(q, turned, v, places, Reach(1, 2, BASE)) for form in (dense, gathered)]
+    torch.testing.assert_close(*outs, rtol=1e-9, atol=1e-9)
+
+
 def test_weights_of_all_tokens_sum_to_one():
     q, _, turned, v, places = random_grid(9)
     for form in (dense, gathered):

@@ -166,6 +166,16 @@ def test_rows_depend_on_seed_part_and_index_alone(task, data):
     assert data.fingerprint == again.fingerprint == other.fingerprint
 
 
+def test_tasks_of_one_text_are_told_apart():
+    assert len({task.build(T, None).fingerprint for task in TASKS.values()}) == len(TASKS)
+
+
+def test_a_needle_may_be_right_before_the_question():
+    data = PasskeyConfig(key_tokens=12).build(2 * 64 + 4 + 12 - 1, None)  # 64 tokens of text
+    places = {data.row(index, is_test=False).parts[0][0] for index in range(600)}
+    assert places == set(range(65))
+
+
 def test_training_and_test_rows_are_of_different_text(data):
     train, test = (data.row(0, is_test=each).text for each in (False, True))
     assert train.num_tokens > 10 * test.num_tokens
