@@ -46,7 +46,9 @@ def test_prompts_begin_as_documents_do(command, model, monkeypatch):
     )
     code, out, _ = command("--prompt", "xy", "--temperature", 0, "--max-new-tokens", 9)
     assert code == 0
-    assert out.rstrip("\n") == "xy" + BYTES.decode(generate(model, [[*b"Axy"]], max_new_tokens=9)[0])
+    assert out.rstrip("\n") == "xy" + BYTES.decode(
+        generate(model, [[*b"Axy"]], max_new_tokens=9)[0]
+    )
     assert before == [[*b"Axy"]]
 
 

@@ -101,7 +101,9 @@ def mixer(request):
     return build(CONFIGS[request.param])
 
 
-@pytest.mark.parametrize("config", [GSAConfig, GatedABCConfig, GLAConfig, RetNetConfig, HGRN2Config])
+@pytest.mark.parametrize(
+    "config", [GSAConfig, GatedABCConfig, GLAConfig, RetNetConfig, HGRN2Config]
+)
 def test_the_norm_has_the_epsilon_that_is_told(config):
     assert config(norm_eps=0.25).build(128).norm.eps == 0.25
 

@@ -125,3 +125,26 @@ def test_a_block_may_have_hooks():
     block.register_forward_hook(lambda *call: calls.append(call))
     block(torch.ones(1, 3, C))
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("config", [RecurrentBlockConfig, TransformerBlockConfig])
+@pytest.mark.parametrize("layer", [0, 3])
+def test_matrices_that_end_a_branch_start_smaller_with_depth(config, layer):
+    torch.manual_seed(0)
+    block = config(init_layer=layer).build(256)
+    block.init_own_weights()
+    for name, weight in block.named_parameters():
+        if weight.ndim == 2:
+            depth = 2 * (layer + 1) if name.endswith(("wo.weight", "down.weight")) else 1
+            told = (weight.shape[1] * depth) ** -0.5
+            assert weight.std().item() == pytest.approx(0.987 * told, rel=0.02), name
+            assert weight.abs().max() <= 3 * told
+
+
+def test_each_layer_of_a_stack_knows_its_depth():
+    blocks = RecurrentStackConfig(3, BLOCK, "init").blocks()
+    assert [(block.init_layer, block.residual_scale) for block in blocks] == [
+        (0, 1),
+        (1, 1),
+        (2, 1),
+    ]

@@ -72,7 +72,9 @@ def test_a_document_of_several_pieces_begins_once():
     tokenizer = ByteTokenizer()
     tokenizer.begin_tokens = (0,)
     pieces = [Piece("ab", False), Piece("cd", True), Piece("e", True)]
-    tokens = tokenize_corpus(Corpus("a test", "pieces", lambda: iter(pieces)), tokenizer, None).tokens
+    tokens = tokenize_corpus(
+        Corpus("a test", "pieces", lambda: iter(pieces)), tokenizer, None
+    ).tokens
     assert tokens.tolist() == [0, *b"abcd", 256, 0, *b"e", 256]
 
 

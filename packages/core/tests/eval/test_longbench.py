@@ -127,6 +127,8 @@ def test_a_command_measures_each_task_of_a_file(model, tmp_path, run_command):
     asked = {name: found["questions"] for name, found in results.items()}
     assert asked == {"longbench_trec": 2, "longbench_lcc": 1, "longbench_samsum": 1}
     assert all(0 <= found["score"] <= 100 for found in results.values())
+    results = json.loads(command(300, "--limit", 1)[1])["results"]
+    assert [found["questions"] for found in results.values()] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

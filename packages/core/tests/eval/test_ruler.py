@@ -12,7 +12,7 @@ import pytest
 import torch
 from mezzo_core.data.tokenizers import ByteTokenizer
 from mezzo_core.errors import UserError
-from mezzo_core.eval.ruler import TASKS, measure_ruler, questions, score
+from mezzo_core.eval.ruler import TASKS, Found, measure_ruler, questions, score
 from mezzo_core.nn import AttentionConfig, LMConfig
 from mezzo_core.nn.checkpoint import save_model
 
@@ -177,7 +177,7 @@ def test_a_model_is_asked_the_questions_of_the_seed(model, monkeypatch):
     assert (begin, bytes(tokens).decode()) == (256, question.prompt)
 
 
-def test_the_command_measures_the_tasks_by_their_names(model, tmp_path, run_command):
+def test_the_command_measures_the_tasks_by_their_names(model, tmp_path, run_command, monkeypatch):
     config = LMConfig(vocab_size=257, d_model=16, mixers=(AttentionConfig(head_dim=8),))
     save_model(model, config, tmp_path / "model", {"tokenizer": "byte"})
 
@@ -188,6 +188,14 @@ def test_the_command_measures_the_tasks_by_their_names(model, tmp_path, run_comm
     found = json.loads(out)["results"]
     assert list(found) == ["ruler_fwe", "ruler_niah_single_1"]
     assert {(its["length"], its["questions"]) for its in found.values()} == {(1300, 2)}
+    with monkeypatch.context() as patch:
+        told = {}
+        patch.setattr(
+            "mezzo_core.eval.ruler.measure_ruler",
+            lambda *_, **options: (told.update(options), Found(0.0, 1, 1, 1.0))[1],
+        )
+        command("--tasks", "ruler_fwe", "--batch-size", 3, "--segment-tokens", 64)
+    assert told == {"batch_size": 3, "segment_tokens": 64}
     for words, told in (
         (("--tasks", "ruler_fwe", "--all"), "--all goes without --tasks and --longbench"),
         (("--tasks", "ruler_fwe", "--data", "x"), "--data goes without --tasks and --longbench"),

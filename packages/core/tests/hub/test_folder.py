@@ -164,15 +164,26 @@ def test_a_text_to_stop_at_ends_what_is_generated(run, tmp_path):
 
 def test_a_tokenizer_that_was_moved_is_found_in_the_folder(tmp_path):
     name = words(tmp_path / "words")
-    run = save_run(tmp_path / "run", replace(CONFIG, vocab_size=261), name)
+    data = DataConfig("a.txt", name, validation_fraction=0.3)
+    run = save_run(tmp_path / "run", replace(CONFIG, vocab_size=261), name, data=to_json(data))
     export_model(run, tmp_path / "out")
     shutil.rmtree(name)
     import_model(tmp_path / "out", tmp_path / "back")
     _, _, extra = load_model(tmp_path / "back/model")
-    assert extra["tokenizer"] == extra["data"]["tokenizer"] == str(tmp_path / "out")
+    assert extra["tokenizer"] == str(tmp_path / "out")
+    assert extra["data"] == to_json(replace(data, tokenizer=extra["tokenizer"]))
     assert load_tokenizer(extra["tokenizer"]).identity == extra["tokenizer_identity"]
     with pytest.raises(UserError, match="words"):
         export_model(run, tmp_path / "again")
+
+
+def test_every_token_to_stop_at_is_told(tmp_path):
+    name = words(tmp_path / "words")
+    (tmp_path / "words/generation_config.json").write_text('{"eos_token_id": [259, 3]}')
+    run = save_run(tmp_path / "run", replace(CONFIG, vocab_size=261), name)
+    export_model(run, tmp_path / "out")
+    told = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert (sorted(told.eos_token_id), told.pad_token_id) == ([3, 259], 259)
 
 
 def test_layers_of_another_package_need_leave_both_ways(tmp_path):

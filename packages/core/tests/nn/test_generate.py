@@ -71,6 +71,9 @@ def test_a_prefill_in_segments_runs_no_more_tokens_at_a_time(model):
         options = {"max_new_tokens": 1, "prefill_tokens": 4, "assistant": assistant}
         generate(model, [[1] * 11, [2] * 4], **options)
         assert sizes == [4, 4, 3] * (1 if assistant is None else 2)
+    sizes.clear()
+    generate(model, [[1] * 11, [2] * 4], max_new_tokens=1, prefill_tokens=4, num_rows=1)
+    assert sizes == [4, 4, 3, 4]
 
 
 @few

@@ -172,9 +172,7 @@ def test_an_exploded_validation_loss_stops_the_run_before_it_is_saved(tiny, tmp_
     ],
     ids=["NaN", "gradient", "above three guesses"],
 )
-def test_nan_stops_the_run_and_names_the_last_checkpoint(
-    tiny, tmp_path, monkeypatch, spoil, words
-):
+def test_nan_stops_the_run_and_names_the_last_checkpoint(tiny, tmp_path, monkeypatch, spoil, words):
     from mezzo_core.nn.lm import LM
 
     (tmp_path / "short.txt").write_text("half of the notes " * 20)

@@ -6,7 +6,7 @@ from mezzo_core.config_json import from_json, to_json
 from mezzo_core.nn import LMConfig
 from mezzo_core.testing.arguments import check_fields
 from mezzo_recurrent_transformer import RecurrentBlockConfig, TransformerBlockConfig
-from mezzo_recurrent_transformer.synthetic.autoencoder import AutoEncoderConfig
+from mezzo_recurrent_transformer.synthetic.autoencoder import AutoEncoderConfig, _positions
 from torch import nn
 
 CONFIGS = [
@@ -77,3 +77,10 @@ def test_a_model_with_it_is_stored_and_counts_its_weights(config):
     assert built.state_bytes(10) == 0
     decoder = 2 * 16 * 16
     assert built.stack.flops_per_token(5) == (built.stack.encoder.flops_per_token(5) + 2 * decoder)
+
+
+def test_places_have_the_codes_of_the_first_transformer():
+    codes = _positions(torch.zeros(2, 9, 6))
+    for place in range(9):
+        angles = torch.tensor([place / 10_000 ** (2 * i / 6) for i in range(3)])
+        torch.testing.assert_close(codes[place], torch.cat([angles.sin(), angles.cos()]))
