@@ -5,15 +5,16 @@ import logging
 import math
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
-from mezzo_core.data import DataConfig
+from mezzo_core.data import Batch, DataConfig
 from mezzo_core.data.tokenizers import ByteTokenizer
 from mezzo_core.errors import UserError
 from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.train.config import OptimConfig
-from mezzo_core.train.loop import DivergenceError, train
+from mezzo_core.train.loop import DivergenceError, _read, train
 
 
 def test_training_learns(tiny, tmp_path):
@@ -55,6 +56,19 @@ def test_accumulation_weighs_targets_not_micro_batches(tiny, tmp_path, losses_of
     train(tiny(data=data), tmp_path / "whole", quiet=True)
     train(tiny(data=data, micro_batch_size=1), tmp_path / "parts", quiet=True)
     assert losses_of(tmp_path / "parts") == pytest.approx(losses_of(tmp_path / "whole"), rel=1e-5)
+
+
+def test_targets_of_rows_that_processes_share_count_once():
+    """Two processes read the same rows of a stream, and each has a part of every row."""
+    batch = Batch(*torch.zeros(2, 3, 4, dtype=torch.int64))
+    world = SimpleNamespace(sum=lambda count: 2 * count, context=2, device=torch.device("cpu"))
+    run = SimpleNamespace(
+        world=world,
+        data=SimpleNamespace(reads_shard=True, train_batch=lambda *_: batch),
+        parts=lambda batch: [batch],
+        config=SimpleNamespace(cuda_graph=False, batch_size=3),
+    )
+    assert _read(run, 0)[1] == 12
 
 
 def test_the_log_tells_every_step_and_evaluation(tiny, tmp_path, rows_of):
