@@ -287,6 +287,21 @@ def test_a_text_of_its_own_is_the_validation_part(tmp_path, streaming):
     assert data.fingerprint != replace(config, validation_source=other).build(9, None).fingerprint
 
 
+def test_stored_tokens_that_were_damaged_are_made_again(tmp_path):
+    (tmp_path / "a.txt").write_text("0123456789" * 10)
+    config, store = DataConfig(str(tmp_path / "a.txt"), validation_fraction=0.2), tmp_path / "store"
+    epoch = config.build(5, store).train_batch(0, 16)
+    (path,) = store.glob("*/tokens.npy")
+    path.write_bytes(path.read_bytes().replace(b"5\0", b"6\0"))
+    assert torch.equal(config.build(5, store).train_batch(0, 16).tokens, epoch.tokens)
+
+
+def test_records_without_text_are_left_out_if_that_is_told(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "0123456789"}\n{"body": "x"}\n{"text": "98765"}')
+    config = DataConfig(str(tmp_path / "a.jsonl"), skip_bad=True, validation_fraction=0.4)
+    assert config.build(3, None).num_train_tokens == 11
+
+
 @pytest.mark.parametrize("mask_documents", [False, True])
 def test_no_text_has_no_windows(mask_documents):
     none = np.empty((0, 2), np.int64)

@@ -209,6 +209,7 @@ def test_files_stream_as_they_are_tokenized(tmp_path):
     data = config.build(32, None)
     documents = documents_of(data, 40, 1)
     assert set(documents) >= set(texts[3:])
+    assert documents != documents_of(replace(config, seed=1).build(32, None), 40, 1)
     (tmp_path / "b.jsonl").write_text('{"body": "fine"}\n{"text": "not"}\n')
     bad = config.build(32, None)
     with pytest.raises(UserError, match=r"b\.jsonl, line 2: no field 'body'"):

@@ -5,6 +5,7 @@ import logging
 import math
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from mezzo_core.data import Batch, DataConfig
 from mezzo_core.data.tokenizers import ByteTokenizer
 from mezzo_core.errors import UserError
+from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.train.config import OptimConfig
 from mezzo_core.train.loop import DivergenceError, _read, train
@@ -222,6 +224,8 @@ def test_bf16_is_close_to_float32(tiny, tmp_path):
     assert half.val_loss == pytest.approx(full.val_loss, rel=2e-2)
     model, *_ = load_model(tmp_path / "bf16" / "model")
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
+    batches = islice(tiny().data.build(32, None).validation_batches(4), 2)
+    assert half.val_loss == pytest.approx(evaluate(model, batches, precision="bf16").loss, rel=1e-6)
 
 
 def test_the_loss_compiles_as_one_graph(tiny, tmp_path, losses_of, monkeypatch):

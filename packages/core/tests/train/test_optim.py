@@ -22,6 +22,7 @@ def test_the_rate_rises_to_lr_and_ends_at_min_lr():
     # Half of the cosine is done after 45 of the 90 steps that follow the warm-up.
     assert found[54] == pytest.approx(0.55)
     assert found[31] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi * 22 / 90)) / 2)
+    assert rates(OptimConfig(lr=1.0, warmup_fraction=0.29), 100)[28] == 1.0  # 28.999999999999996
 
 
 @settings(max_examples=25, deadline=None)

@@ -91,6 +91,7 @@ def test_random_numbers_go_on_where_they_stopped(tiny, tmp_path, train_until):
     [
         ({"seed": 1}, "seed is 0 there, 1 here"),
         ({"seq_len": 16}, "seq_len is 32 there, 16 here"),
+        ({"batch_size": 8}, "batch_size is 4 there, 8 here"),
     ],
 )
 def test_another_configuration_is_refused_in_one_line(tiny, tmp_path, changes, named):
