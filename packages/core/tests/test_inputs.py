@@ -7,6 +7,7 @@ import pytest
 from mezzo_core.config_json import to_json
 from mezzo_core.data import AnswersConfig, DataConfig, MixtureConfig
 from mezzo_core.errors import UserError
+from mezzo_core.eval.evaluate import evaluate
 from mezzo_core.inputs import open_told_data, told_tokenizer
 from mezzo_core.nn import AttentionConfig, LMConfig, save_model
 
@@ -116,3 +117,23 @@ def test_a_model_of_any_text_is_measured_by_the_answers_to_other_prompts(
     _, out, _ = run_command("eval", tmp_path, "--sft", file, "--all", "--device", "cpu")
     told = json.loads(out)
     assert (told["data"], told["tokens"]) == (str(file), 5)
+
+
+def test_the_command_reads_as_many_rows_and_tokens_at_a_time_as_told(
+    tmp_path, run_command, monkeypatch
+):
+    config = LMConfig(vocab_size=257, d_model=8, mixers=(AttentionConfig(head_dim=8),))
+    save_model(config.build(), config, tmp_path / "model", {"tokenizer": "byte"})
+    (tmp_path / "other.txt").write_text("0123456789" * 20)
+    told = []
+    monkeypatch.setattr(
+        "mezzo_core.eval.evaluate.evaluate",
+        lambda model, batches, **how: (
+            told.append((next(batches).tokens.shape, how["segment_tokens"])),
+            evaluate(model, batches, **how),
+        )[1],
+    )
+    sizes = ("--seq-len", 9, "--batch-size", 3, "--segment-tokens", 4)
+    given = ("--data", tmp_path / "other.txt", "--all", "--device", "cpu")
+    assert run_command("eval", tmp_path, *given, *sizes)[0] == 0
+    assert told == [((3, 9), 4)]

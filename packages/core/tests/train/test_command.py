@@ -14,6 +14,7 @@ import pytest
 import torch
 from mezzo_core.testing.laws import LAWS
 from mezzo_core.train.log import RunLog
+from mezzo_core.train.run_recipe import run_recipe
 from mezzo_core.train.stopping import StoppedError
 
 
@@ -296,3 +297,9 @@ def test_the_smallest_package_trains_and_generates(tmp_path, monkeypatch, capsys
         main(["bench"])
     assert end.value.code == 2
     assert "No such command" in capsys.readouterr().err
+
+
+def test_a_fresh_run_takes_the_place_of_another(tiny, tmp_path):
+    run_recipe(tiny(steps=1), tmp_path, fresh=False, new_data=False, quiet=True)
+    run_recipe(tiny(steps=1, seed=1), tmp_path, fresh=True, new_data=False, quiet=True)
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 1

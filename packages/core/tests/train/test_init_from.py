@@ -152,6 +152,9 @@ def test_a_command_goes_on_when_its_start_is_gone(tiny, tmp_path, start):
     train(began, tmp_path / "run", quiet=True)
     shutil.rmtree(start)
     assert configured(tmp_path / "run") == began
+    begun = replace(began, data=replace(began.data, add_bos=True))
+    (tmp_path / "run/config.json").write_text(json.dumps(to_json(begun)))
+    assert configured(tmp_path / "run") == begun
     for elsewhere in (tmp_path / "nothing", None):
         with pytest.raises(UserError, match=r"(no model|holds no)"):
             configured(elsewhere)
