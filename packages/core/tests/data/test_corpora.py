@@ -198,6 +198,8 @@ def test_unreadable_files_are_named(tmp_path):
     (tmp_path / "table.tsv").write_text("a,b")
     (tmp_path / "quote.csv").write_text('text\n"open')
     (tmp_path / "more.csv").write_text("text\nyes, but\n")
+    (tmp_path / "twice.csv").write_text("text,id,text\nyes,1,\n")
+    (tmp_path / "half.txt").write_bytes(b"\xe9")
     (tmp_path / "torn.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
     (tmp_path / "torn.json").write_text('[{"text": "a"}')
     (tmp_path / "empty.txt").touch()
@@ -212,6 +214,8 @@ def test_unreadable_files_are_named(tmp_path):
         ("table.tsv", "a corpus file ends in .txt, .jsonl, .json, .csv, .parquet"),
         ("quote.csv", "line 2: not CSV"),
         ("more.csv", "line 2: more fields than the header has"),
+        ("twice.csv", "the header has 'text' twice: rename one"),
+        ("half.txt", "0xe9$"),
         ("torn.jsonl.zst", "cannot read"),
         ("torn.json", "not JSON"),
         ("empty.txt", "is empty"),

@@ -181,8 +181,9 @@ def _clear_errors(path: Path) -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         before = error.object[: error.start].decode(errors="replace")[-20:]
-        where = f"0x{error.object[error.start]:02x} after {before!r}"
-        raise UserError(f"{path} is not UTF-8 text: {error.reason} {where}") from error
+        after = f" after {before!r}" if before else ""
+        what = f"{error.reason} 0x{error.object[error.start]:02x}{after}"
+        raise UserError(f"{path} is not UTF-8 text: {what}") from error
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot read {path}: {reason}") from error
@@ -250,6 +251,8 @@ def _read_csv(file: Any, path: Path, records: Records) -> Iterator[Piece]:
     csv.field_size_limit(2**31 - 1)  # of this process; 128 KB by default
     rows = csv.DictReader(file, strict=True)
     try:
+        if (rows.fieldnames or []).count(records.text_column) > 1:
+            raise UserError(f"{path}: the header has {records.text_column!r} twice: rename one")
         for row in rows:
             where = f"{path}, line {rows.line_num}"
             yield from records.pieces(partial(_text_of_row, row, where))

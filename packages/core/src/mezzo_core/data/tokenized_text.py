@@ -47,7 +47,7 @@ class TokenizedText(TextData):
             validated = tokenized
             train, validation = split_documents(tokenized.ends, validation_fraction, seed)
         else:
-            validated, validation_fraction = held_out, 0.0
+            validated = held_out
             self.fingerprint += f" {' '.join(held_out.checksums)}"
             train, validation = (all_documents(text.ends) for text in (tokenized, held_out))
         self.train, self.validation = (
