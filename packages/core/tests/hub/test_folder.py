@@ -163,16 +163,19 @@ def test_a_text_to_stop_at_ends_what_is_generated(run, tmp_path):
 
 
 def test_a_tokenizer_that_was_moved_is_found_in_the_folder(tmp_path):
-    name = words(tmp_path / "words")
-    data = DataConfig("a.txt", name, validation_fraction=0.3)
-    run = save_run(tmp_path / "run", replace(CONFIG, vocab_size=261), name, data=to_json(data))
+    name = words(tmp_path / "words", begin=True)
+    data = DataConfig("a.txt", name, validation_fraction=0.3, add_bos=True)
+    told = {"tokenizer_identity": load_tokenizer(name, add_bos=True).identity}
+    config = replace(CONFIG, vocab_size=261)
+    run = save_run(tmp_path / "run", config, name, data=to_json(data), **told)
     export_model(run, tmp_path / "out")
     shutil.rmtree(name)
     import_model(tmp_path / "out", tmp_path / "back")
     _, _, extra = load_model(tmp_path / "back/model")
     assert extra["tokenizer"] == str(tmp_path / "out")
     assert extra["data"] == to_json(replace(data, tokenizer=extra["tokenizer"]))
-    assert load_tokenizer(extra["tokenizer"]).identity == extra["tokenizer_identity"]
+    known = load_tokenizer(extra["tokenizer"], add_bos=True)
+    assert known.identity == extra["tokenizer_identity"]
     with pytest.raises(UserError, match="words"):
         export_model(run, tmp_path / "again")
 

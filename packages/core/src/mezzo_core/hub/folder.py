@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from mezzo_core.config_json import from_json, to_json
-from mezzo_core.data.texts import TextConfig, change_texts
+from mezzo_core.data.texts import TextConfig, change_texts, texts_of
 from mezzo_core.data.tokenizer_files import load_tokenizer
 from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.errors import UserError
@@ -187,8 +187,8 @@ def _told(extra: dict[str, Any], folder: Path, vocab_size: int) -> dict[str, Any
     except UserError:
         if not (folder / "tokenizer.json").is_file():
             return extra
-    told = describe_tokenizer(str(folder), vocab_size)
     data = from_json(extra["data"]) if "data" in extra else None
-    if isinstance(data, TextConfig):
-        told["data"] = to_json(change_texts(data, tokenizer=told["tokenizer"]))
-    return {**extra, **told}
+    if not isinstance(data, TextConfig):
+        return {**extra, **describe_tokenizer(str(folder), vocab_size)}
+    told = describe_tokenizer(str(folder), vocab_size, add_bos=texts_of(data)[0].add_bos)
+    return {**extra, **told, "data": to_json(change_texts(data, tokenizer=told["tokenizer"]))}
