@@ -26,7 +26,8 @@ def test_an_assistant_changes_no_token(any_model, config, assistant):
     """Neither another model, which is often wrong, nor the model itself, which never is."""
     plain = generate(any_model, PROMPTS, max_new_tokens=9)
     other = build(config, assistant, seed=1)
-    for helper, num_drafted in ((other, 1), (other, 3), (any_model, 4)):
+    helpers = (other, 1), (other, 3), (any_model, 4), (other.rewinding(2), 3)
+    for helper, num_drafted in helpers:
         helped = generate(
             any_model, PROMPTS, max_new_tokens=9, assistant=helper, num_drafted=num_drafted
         )

@@ -162,12 +162,11 @@ def stream(
     every = [prompt for prompt in prompts for _ in range(num_samples)]
     end = Ends(num_results, stops, stop)
     if assistant is None and num_rows is not None and num_rows < num_results:
-        if isinstance(model.stack, Rewinding):  # nobody rolls back here
-            plain = cast(AbstractStack, model.stack.module)
-            model = LM(model.embed, plain, model.norm, model.head)
-            state = state.state if isinstance(state, Kept) else state
+        plain = _without_rollback(model)
+        if plain is not model and isinstance(state, Kept):
+            state = state.state
         turns = Turns(
-            model, every, end, num_rows, max_new_tokens, sampler, seed,
+            plain, every, end, num_rows, max_new_tokens, sampler, seed,
             float(repetition_penalty), bias, prefill_tokens, state,
         )  # fmt: skip
         return _in_turn(model, turns)
@@ -181,7 +180,7 @@ def stream(
     check_assistant(model, assistant, repetition_penalty, state, num_samples, num_rows)
     new = assisted_tokens(
         model,
-        assistant,
+        _without_rollback(assistant),
         prompts,
         max_new_tokens=max_new_tokens,
         num_drafted=num_drafted,
@@ -191,6 +190,14 @@ def stream(
         prefill_tokens=prefill_tokens,
     )
     return _steps((model, assistant), new, end)
+
+
+def _without_rollback(model: LM) -> LM:
+    """Return the same model without rollback, which nobody here needs, if it has any."""
+    if not isinstance(model.stack, Rewinding):
+        return model
+    plain = cast(AbstractStack, model.stack.module)
+    return LM(model.embed, plain, model.norm, model.head)
 
 
 @torch.inference_mode()
