@@ -198,7 +198,10 @@ def _check_ours(package: str, name: str) -> None:
     `python -m` and notebooks make Python import from the current folder first. Whoever wrote the
     file being read may have put a folder with the package's name there.
     """
-    allow = f"--allow-package {package} (allow_packages in Python) allows it"
+    allow = (
+        f"--allow-package {package} allows it (allow_packages in Python, "
+        "MezzoConfig.allowed_packages with transformers)"
+    )
     if not package.startswith("mezzo_"):
         raise UserError(f"{name} is not from an allowed package: {allow}")
     spec = find_spec(package)

@@ -273,20 +273,27 @@ def _open_text(
     return rows
 
 
-def start_from(config: TrainConfig, run: Path, tokenizer: str | None = None) -> TrainConfig:
+def start_from(
+    config: TrainConfig,
+    run: Path,
+    tokenizer: str | None = None,
+    *,
+    allow_packages: Sequence[str] = (),
+) -> TrainConfig:
     """Return the configuration that trains an existing model further.
 
     Args:
         config: the recipe; its model and tokenizer are replaced.
         run: folder of a run or of a model.
         tokenizer: takes the place of the model's tokenizer.
+        allow_packages: as in `load_model`.
 
     Raises:
         UserError: if the folder holds no model, or one that cannot be built, or the model's
             tokenizer is not where it was.
     """
     folder = find_model(run)
-    model, extra = describe_model(folder)
+    model, extra = describe_model(folder, allow_packages=allow_packages)
     build_on_meta(model, folder / CONFIG, num_weights=count_weights(folder))
     data = config.data
     if "tokenizer" in extra and isinstance(data, TextConfig):

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import stat
 import sys
 from dataclasses import replace
@@ -328,6 +329,8 @@ def test_a_damaged_file_is_named(saved, allow):
     assert_refused(saved, allow, "config.json", "JSON object")
     (saved / "config.json").write_text("{}")
     assert_refused(saved, allow, "config.json", 'no "config"')
+    shutil.copytree(saved, saved / "model")
+    assert_refused(saved, allow, f"give {saved / 'model'}")
 
 
 def test_a_flipped_bit_in_the_weights_is_named(saved, allow, model):

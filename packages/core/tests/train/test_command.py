@@ -12,10 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from mezzo_core.nn import LMConfig, save_model
 from mezzo_core.testing.laws import LAWS
 from mezzo_core.train.log import RunLog
 from mezzo_core.train.run_recipe import run_recipe
 from mezzo_core.train.stopping import StoppedError
+from toys.running_mean import RunningMeanConfig
 
 
 @pytest.fixture
@@ -297,6 +299,14 @@ def test_the_smallest_package_trains_and_generates(tmp_path, monkeypatch, capsys
         main(["bench"])
     assert end.value.code == 2
     assert "No such command" in capsys.readouterr().err
+
+
+def test_layers_of_another_package_are_trained_further_if_that_is_allowed(command, tmp_path):
+    config = LMConfig(257, 16, mixers=(RunningMeanConfig(),))
+    save_model(config.build(), config, tmp_path / "start", {"tokenizer": "byte"})
+    given = ("--init-from", tmp_path / "start", "--out", tmp_path / "run", "--steps", 1, "--quiet")
+    assert "--allow-package toys" in one_line(command(*given))
+    assert command(*given, "--allow-package", "toys")[0] == 0
 
 
 def test_a_fresh_run_takes_the_place_of_another(tiny, tmp_path):

@@ -16,6 +16,7 @@ from mezzo_core.nn.checkpoint import copy_weights, describe_model, load_model, s
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.train.loop import train
 from mezzo_core.train.run_recipe import configure
+from toys.running_mean import RunningMeanConfig
 
 
 @pytest.fixture
@@ -158,6 +159,22 @@ def test_a_command_goes_on_when_its_start_is_gone(tiny, tmp_path, start):
     for elsewhere in (tmp_path / "nothing", None):
         with pytest.raises(UserError, match=r"(no model|holds no)"):
             configured(elsewhere)
+
+
+def test_layers_of_another_package_go_on_when_their_start_is_gone(tiny, tmp_path):
+    model = replace(tiny().model, mixers=(RunningMeanConfig(),))
+    start, out = tmp_path / "start", tmp_path / "run"
+    save_model(model.build(), model, start, {"tokenizer": "byte"})
+
+    def configured():
+        given = (tiny(), {"tokenizer": None}, (), (), None, None, start, out)
+        return configure(*given, allow_packages=("toys",))
+
+    began = configured()
+    assert began.model == model
+    train(began, out, quiet=True)
+    shutil.rmtree(start)
+    assert configured() == began
 
 
 def test_a_command_changes_no_shape_of_the_folders_model(tiny, start):

@@ -78,8 +78,7 @@ def save_model(
         new.mkdir()
         try:
             library.save_file(stored, new / WEIGHTS)
-            # The library lets only the owner read the file. Take the permissions of the folder,
-            # which follow the user's default (umask).
+            # The library lets only the owner read it. The folder follows the user's umask.
             (new / WEIGHTS).chmod(new.stat().st_mode & 0o666)
             described["weights_crc32"] = _checksum(new / WEIGHTS)
             (new / CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
@@ -141,7 +140,9 @@ def load_model(
     return model.eval(), config, description["extra"]
 
 
-def describe_model(folder: str | Path) -> tuple[LMConfig, dict[str, Any]]:
+def describe_model(
+    folder: str | Path, *, allow_packages: Sequence[str] = ()
+) -> tuple[LMConfig, dict[str, Any]]:
     """Read the configuration and the `extra` of a saved model, without its weights.
 
     Raises:
@@ -149,7 +150,7 @@ def describe_model(folder: str | Path) -> tuple[LMConfig, dict[str, Any]]:
     """
     path = _existing(Path(folder).resolve()) / CONFIG
     description = _read_description(path)
-    return _read_config(path, description, ()), description["extra"]
+    return _read_config(path, description, allow_packages), description["extra"]
 
 
 def find_model(run: str | Path) -> Path:
@@ -313,6 +314,8 @@ def _read_description(path: Path) -> dict[str, Any]:
     found = {"extra": {}, "weights_crc32": None, **read_json(path)}
     if "config" not in found:
         hint = ": make it a run first, by import" if "model_type" in found else ""
+        if (path.parent / "model" / CONFIG).is_file():
+            hint = f": give {path.parent / 'model'}"
         raise UserError(f'{path} is no description of a model: it has no "config"{hint}')
     if not isinstance(found["extra"], dict):
         raise UserError(f'{path}: "extra" must be a JSON object')

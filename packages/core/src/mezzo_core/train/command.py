@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from mezzo_core.docstrings import with_parameters
-from mezzo_core.options import Answers, InitFrom, TrainData, ValidationData
+from mezzo_core.options import AllowPackage, Answers, InitFrom, TrainData, ValidationData
 from mezzo_core.paper import Paper
 from mezzo_core.paths import expanded
 from mezzo_core.train.flags import FLAGS
@@ -25,6 +25,7 @@ def make_command(paper: Paper) -> Callable[..., None]:
         validation_data: ValidationData = None,
         sft: Answers = None,
         init_from: InitFrom = None,
+        allow_package: AllowPackage = None,
         settings: Annotated[
             list[str] | None,
             typer.Option(
@@ -57,8 +58,8 @@ def make_command(paper: Paper) -> Callable[..., None]:
 
         config = paper.recipes()[recipe]()
         texts, out = (data or (), validation_data, sft), out or Path("runs") / recipe
-        resumed = None if fresh else out
-        config = configure(config, flags, settings or (), *texts, init_from, resumed)
+        start = (init_from, None if fresh else out, allow_package or ())
+        config = configure(config, flags, settings or (), *texts, *start)
         run_recipe(config, out, fresh, new_data, quiet)
 
     return with_parameters(train_command, (flag.parameter() for flag in FLAGS))

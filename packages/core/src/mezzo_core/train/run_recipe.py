@@ -34,6 +34,7 @@ def configure(
     sft: str | None,
     init_from: Path | None,
     out: Path | None,
+    allow_packages: Sequence[str] = (),
 ) -> TrainConfig:
     """Return a recipe's configuration with what the command line changes.
 
@@ -44,8 +45,12 @@ def configure(
     """
     try:
         if init_from is not None:
-            begun = None if init_from.exists() or out is None else _begun(config, init_from, out)
-            config = begun or start_from(config, init_from, flags["tokenizer"])
+            begun = None
+            if out is not None and not init_from.exists():
+                begun = _begun(config, init_from, out, allow_packages)
+            config = begun or start_from(
+                config, init_from, flags["tokenizer"], allow_packages=allow_packages
+            )
         given = config.model
         _refuse_twice(flags, settings)
         config = apply_settings(apply_flags(config, flags), settings)
@@ -85,13 +90,15 @@ def _refuse_twice(flags: Mapping[str, Any], settings: Sequence[str]) -> None:
             raise UserError(f"{flag.word} and --set {flag.path} name one setting: give one of them")
 
 
-def _begun(config: TrainConfig, init_from: Path, out: Path) -> TrainConfig | None:
+def _begun(
+    config: TrainConfig, init_from: Path, out: Path, allow_packages: Sequence[str]
+) -> TrainConfig | None:
     """Return the recipe's configuration with the model of the run in a folder.
 
     None if no run is there, or it began from another model.
     """
     path = out / "config.json"
-    begun = from_json(read_json(path)) if path.is_file() else None
+    begun = from_json(read_json(path), allow_packages) if path.is_file() else None
     if not isinstance(begun, TrainConfig) or begun.init_from is None:
         return None
     if init_from.resolve() not in (Path(begun.init_from), Path(begun.init_from).parent):
