@@ -174,12 +174,13 @@ def test_a_long_broken_run_is_printed_and_the_text_goes_on():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_special_tokens_are_no_text(names, kind):
+def test_special_tokens_and_those_beyond_the_vocabulary_are_no_text(names, kind):
     tokenizer = load_tokenizer(names[kind])
     text = "a <|endoftext|> b </s> c"
     assert tokenizer.eos_token not in tokenizer.encode(text)
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.decode([tokenizer.eos_token]) == ""
+    assert tokenizer.decode([tokenizer.vocab_size, *tokenizer.encode(text), 10**6]) == text
     assert 0 <= tokenizer.eos_token < tokenizer.vocab_size
 
 

@@ -24,8 +24,7 @@ def stop_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> Callable[[Sequence
 
     def stop(tokens: Sequence[int]) -> bool:
         # Each token with text has a byte or more: the newest `longest` tokens hold any stop text.
-        newest = [token for token in tokens[-longest:] if token < tokenizer.vocab_size]
-        written = continuations.decode(newest)
+        written = continuations.decode(tokens[-longest:])
         return any(text in written for text in texts)
 
     return stop

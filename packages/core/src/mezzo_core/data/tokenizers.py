@@ -55,7 +55,10 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text. Special tokens decode to nothing, broken UTF-8 to U+FFFD."""
+        """Return the text; broken UTF-8 becomes U+FFFD.
+
+        Special tokens decode to nothing, and so do those beyond the vocabulary.
+        """
         ...
 
     def token_bytes(self, token: int, *, first: bool = False) -> int:
