@@ -78,9 +78,13 @@ def test_one_text_of_a_mixture_is_read_as_there(tmp_path):
         )
 
 
-def test_a_stream_has_no_whole(tmp_path):
+def test_a_stream_has_no_whole_and_another_text_has(tmp_path):
+    streamed = replace(DataConfig(), streaming=True)
     with pytest.raises(UserError, match="is a stream"):
-        opened(replace(DataConfig(), streaming=True), tmp_path, whole=True)
+        opened(streamed, tmp_path, whole=True)
+    (tmp_path / "other.txt").write_text("0123456789")
+    _, rows = opened(streamed, tmp_path, source=str(tmp_path / "other.txt"), whole=True)
+    assert rows.num_validation_bytes == 10
 
 
 def test_a_model_that_tells_no_tokenizer_takes_one_with_the_text(tmp_path):

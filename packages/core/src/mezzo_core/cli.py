@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 # click's error for wrong options and arguments. It is not imported from click, because typer may
 # use a copy of its own.
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]
+_NAMED_ONCE = ("--sft", "--validation-data", "--init-from", "--longbench")
+"""Options of which click would read the last alone, where a user may expect all to be read."""
 
 
 class _Commands(TyperGroup):
@@ -100,6 +102,9 @@ def run(app: typer.Typer, arguments: Sequence[str] | None = None) -> NoReturn:
     given = sys.argv[1:] if arguments is None else arguments
     if "--out=" in given or ("--out", "") in pairwise(given):  # an unset variable of a shell
         _fail("--out must name a folder, got ''")
+    for option in (*_NAMED_ONCE, *(["--data"] if "eval" in given[:1] else [])):
+        if sum(word.partition("=")[0] == option for word in given) > 1:
+            _fail(f"{option} is given more than once, and can name one place only")
     try:
         code = app(args=arguments, prog_name=app.info.name or None, standalone_mode=False)
     except _USAGE_ERROR as error:

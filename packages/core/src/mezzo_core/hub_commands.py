@@ -19,6 +19,7 @@ from mezzo_core.paths import check_writable, expanded
 
 if TYPE_CHECKING:
     from mezzo_core.data.tokenizers import Tokenizer
+    from mezzo_core.eval.longbench.measure import Question
     from mezzo_core.nn.lm import LM
 
 
@@ -114,14 +115,27 @@ def measure_tasks(model: "LM", tokenizer: "Tokenizer", asked: TaskOptions) -> di
     if asked.folder is not None and not asked.folder.is_dir():
         raise UserError(f"--task-folder {asked.folder}: there is no such folder")
     of_ruler = [name for name in names if name.startswith("ruler_")]
+    others = [name for name in names if name not in of_ruler]
+    # What cannot be asked is refused before any task is answered, lm-eval's names as it begins.
+    for name in of_ruler:
+        _check_ruler(tokenizer, name, asked)
+    by_task = {} if asked.longbench is None else _read_longbench(tokenizer, asked.longbench, asked)
+    told = _measure_others(model, tokenizer, others, asked) if others else {"results": {}}
     found = {name: _measure_ruler(model, tokenizer, name, asked) for name in of_ruler}
-    others = [name for name in names if name not in found]
-    if asked.longbench is not None:
-        found |= _measure_longbench(model, tokenizer, asked.longbench, asked)
-    if not others:
-        return {"results": found}
-    told = _measure_others(model, tokenizer, others, asked)
+    for name, questions in by_task.items():
+        found[f"longbench_{name}"] = _measure_longbench(model, tokenizer, name, questions, asked)
     return {**told, "results": {**found, **told["results"]}}
+
+
+def _check_ruler(tokenizer: "Tokenizer", name: str, asked: TaskOptions) -> None:
+    from mezzo_core.eval.ruler import TASKS, questions
+    from mezzo_core.eval.ruler.measure import LENGTH
+
+    if name not in TASKS:
+        raise UserError(f"there is no task {name!r}{nearest(name, TASKS)}")
+    if asked.num_fewshot is not None:
+        raise UserError(f"{name} has its own examples: --num-fewshot does not fit")
+    next(questions(TASKS[name], tokenizer, asked.max_length or LENGTH, 1))
 
 
 def _measure_ruler(
@@ -129,10 +143,6 @@ def _measure_ruler(
 ) -> dict[str, Any]:
     from mezzo_core.eval.ruler import TASKS, measure_ruler
 
-    if name not in TASKS:
-        raise UserError(f"there is no task {name!r}{nearest(name, TASKS)}")
-    if asked.num_fewshot is not None:
-        raise UserError(f"{name} has its own examples: --num-fewshot does not fit")
     sizes = {"length": asked.max_length, "num_questions": asked.limit}
     _say_what_is_asked(name)
     found = measure_ruler(
@@ -146,30 +156,36 @@ def _measure_ruler(
     return found._asdict()
 
 
-def _measure_longbench(
-    model: "LM", tokenizer: "Tokenizer", file: Path, asked: TaskOptions
-) -> dict[str, Any]:
-    from mezzo_core.eval.longbench import check_length, measure_longbench, read_questions
+def _read_longbench(
+    tokenizer: "Tokenizer", file: Path, asked: TaskOptions
+) -> "dict[str, list[Question]]":
+    """Return the questions of each task."""
+    from mezzo_core.eval.longbench import check_length, read_questions
 
-    by_task: dict[str, list[Any]] = {}
+    by_task: dict[str, list[Question]] = {}
     for question in read_questions(file):
         by_task.setdefault(question.dataset, []).append(question)
-    length = {}
     if asked.max_length is not None:
         check_length(asked.max_length, by_task, tokenizer)
-        length["length"] = asked.max_length
-    found = {}
-    for name, questions in by_task.items():
-        _say_what_is_asked(name)
-        found[f"longbench_{name}"] = measure_longbench(
-            model,
-            tokenizer,
-            questions[: asked.limit],
-            batch_size=asked.batch_size,
-            segment_tokens=asked.segment_tokens,
-            **length,
-        )._asdict()
-    return found
+    return by_task
+
+
+def _measure_longbench(
+    model: "LM", tokenizer: "Tokenizer", name: str, questions: "list[Question]", asked: TaskOptions
+) -> dict[str, Any]:
+    from mezzo_core.eval.longbench import measure_longbench
+
+    length = {} if asked.max_length is None else {"length": asked.max_length}
+    _say_what_is_asked(name)
+    found = measure_longbench(
+        model,
+        tokenizer,
+        questions[: asked.limit],
+        batch_size=asked.batch_size,
+        segment_tokens=asked.segment_tokens,
+        **length,
+    )
+    return found._asdict()
 
 
 def _say_what_is_asked(task: str) -> None:

@@ -186,6 +186,8 @@ def open_told_data(
         if source:
             texts = texts_of(config)
             config = next((text for text in texts if text.source == source), texts[0])
+            if whole and not source.startswith(HUB_PREFIX):
+                config = replace(config, streaming=False)
         if answers:
             usual: dict[str, Any] = {"text_column": DataConfig.text_column, "streaming": False}
             config = AnswersConfig(replace(texts_of(config)[0], **usual))
@@ -241,7 +243,8 @@ def _find_texts(config: TextConfig, folder: Path) -> None:
     """Check that the files of the training are still there."""
     texts = texts_of(config)
     for text in texts:
-        told = "--data with --all" if text.validation_source else "--data"
+        flag = "--sft" if isinstance(config, AnswersConfig) else "--data"
+        told = f"{flag} with --all" if text.validation_source else flag
         advice = f"{told} can tell where {(text.validation_source or text.source)!r} is now"
         if len(texts) > 1:
             advice = "put it back, or measure one text alone by --data"

@@ -205,6 +205,15 @@ def test_the_command_measures_the_tasks_by_their_names(model, tmp_path, run_comm
         (("--longbench", "x", "--num-fewshot", "1"), "--num-fewshot goes with --tasks"),
     ):
         assert command(*words) == (2, "", f"error: {told}\n")
-    code, _, err = command("--tasks", "ruler_fve", *sizes)
-    assert code == 2
-    assert "there is no task 'ruler_fve'; did you mean ruler_fwe" in err
+    for words, told in (  # before any task is answered
+        (("ruler_fwe,ruler_fve", *sizes), "there is no task 'ruler_fve'; did you mean ruler_fwe"),
+        (("ruler_fwe,ruler_cwe", *sizes), "ruler_cwe needs"),
+        (("ruler_fwe", *sizes, "--longbench", tmp_path / "nowhere"), "nowhere"),
+        (
+            ("ruler_fwe", *sizes, "--longbench", "a", "--longbench", "b"),
+            "--longbench is given more",
+        ),
+    ):
+        code, _, err = command("--tasks", *words)
+        assert (code, err.count("\n")) == (2, 1)
+        assert told in err

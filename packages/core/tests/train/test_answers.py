@@ -52,6 +52,15 @@ def test_a_command_learns_answers_alone(command, answers, tmp_path):
     code, _, err = command("eval", out)
     assert code == 2
     assert "is not the text that the model was trained on" in err
+    answers.rename(tmp_path / "there.jsonl")
+    assert f"--sft can tell where '{answers}' is now" in command("eval", out)[2]
+    for options in (
+        ("eval", out, "--data", "a", "--data=b"),
+        ("train", "tiny", *["--sft", "a"] * 2),
+    ):
+        code, _, err = command(*options)
+        assert code == 2
+        assert "is given more than once, and can name one place only" in err
 
 
 def test_examples_are_a_text_as_others_are(tiny, answers, tmp_path):

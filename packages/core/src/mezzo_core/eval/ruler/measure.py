@@ -7,6 +7,9 @@ from mezzo_core.eval.ruler.question import Task, questions, score
 from mezzo_core.nn.generate import generate
 from mezzo_core.nn.lm import LM
 
+LENGTH = 4096
+"""The most tokens of a prompt and its answer, if nothing else is said."""
+
 
 class Found(NamedTuple):
     """What was found.
@@ -29,7 +32,7 @@ def measure_ruler(
     tokenizer: Tokenizer,
     task: Task,
     *,
-    length: int = 4096,
+    length: int = LENGTH,
     num_questions: int = 500,
     seed: int = 42,
     batch_size: int = 8,
