@@ -79,6 +79,9 @@ def test_strides_and_axes_do_not_matter(impl):
         "a part of a wider row": {"x": torch.cat([x, x + 1], 1)[:, :48]},
         "each second number": {"x": x.repeat_interleave(2, 1)[:, ::2]},
         "a part of a wider weight": {"weight": torch.cat([weight, weight + 1], 1)[:, :48]},
+        "vectors of each second number": {
+            name: inputs[name].repeat_interleave(2)[::2] for name in ("bias", "norm_weight")
+        },
     }
     for name, form in forms.items():
         y = decode_linear(**{**inputs, **form}, impl=impl)
@@ -87,6 +90,22 @@ def test_strides_and_axes_do_not_matter(impl):
     assert_close("two axes of rows", y, expected.view(1, 1, 20), rtol=1e-6)
     y = decode_linear(**{**inputs, "x": x[0]}, impl=impl)
     assert_close("none", y, expected[0], rtol=1e-6)
+
+
+@impls
+def test_a_weight_of_one_column_may_have_any_stride(impl):
+    inputs = problem(1, 20, 1)
+    turned = inputs["weight"].view(1, 20).T
+    assert turned.stride(1) != 1
+    y = decode_linear(**{**inputs, "weight": turned}, impl=impl)
+    assert torch.equal(y, decode_linear(**inputs, impl=impl))
+
+
+@impls
+def test_x_is_rounded_to_the_dtype_of_the_weight(impl):
+    x = torch.tensor([[1 + 2**-9, 1.0]], device=DEVICE)
+    weight = torch.tensor([[256.0, -256.0]], dtype=torch.bfloat16, device=DEVICE)
+    assert decode_linear(x, weight, impl=impl).item() == 0
 
 
 def test_more_rows_are_the_library_s():
@@ -117,7 +136,7 @@ def test_opcheck():
     for x in (inputs["x"], inputs["x"][:, None]):
         arguments = (x, *list(inputs.values())[1:], 1e-6)
         torch.library.opcheck(torch.ops.mezzo.decode_linear.default, arguments)
-    arguments = (inputs["x"], inputs["weight"], None, None, 1e-6)
+    arguments = (inputs["x"].half(), inputs["weight"], None, None, 1e-6)
     torch.library.opcheck(torch.ops.mezzo.decode_linear.default, arguments)
 
 
