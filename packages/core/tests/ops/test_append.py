@@ -195,6 +195,9 @@ def test_no_rows_are_legal(impl):
 def test_opcheck(impl, rope):
     arguments = (*problem([3, 9], S=8).values(), *rope, impl)
     torch.library.opcheck(torch.ops.mezzo.append_token_.default, arguments)
+    low = cast(problem([3, 9], S=8), torch.bfloat16, ("q", "k", "v"))
+    arguments = (*low.values(), *rope, impl)
+    torch.library.opcheck(torch.ops.mezzo.append_token_.default, arguments)
 
 
 @impls
