@@ -175,6 +175,44 @@ def test_the_registered_op_is_sound(impl):
     torch.library.opcheck(op, (x, w, targets, NO_TARGET, x.dtype, True, impl == "triton"))
 
 
+def test_the_registered_op_is_sound_under_autocast():
+    x, w, targets = inputs(7, 3, 11)
+    op = torch.ops.mezzo.linear_cross_entropy
+    torch.library.opcheck(op, (x, w, targets, NO_TARGET, torch.bfloat16, True, False))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_target_of_the_vocabulary_may_be_the_one_that_does_not_count(impl):
+    rows, targets = torch.eye(5, device=DEVICE), torch.arange(5, device=DEVICE)
+    found = linear_cross_entropy(rows, rows, targets, ignore_index=2, impl=impl)
+    assert found.hits.tolist() == [True, True, False, True, True]
+
+
+@pytest.mark.parametrize("name", ["x", "weight"])
+def test_one_of_the_gradients_may_be_wanted_alone(name):
+    x, w, targets = inputs(7, 3, 11)
+    both = dict(zip(("x", "weight"), run(x, w, targets)[2:], strict=True))
+    given = {"x": x.detach(), "weight": w.detach()}
+    given[name].requires_grad_()
+    (3 * linear_cross_entropy(**given, targets=targets).loss).backward()
+    assert torch.equal(given[name].grad, both[name])
+
+
+@pytest.mark.parametrize("use_triton", [False, pytest.param(True, marks=NO_TRITON)])
+def test_columns_of_padding_have_no_gradient(use_triton, monkeypatch):
+    if use_triton:
+        from mezzo_core.ops.linear_cross_entropy.triton import cross_entropy
+
+        monkeypatch.setattr(cross_entropy, "BLOCK", 4)
+    logits, targets = torch.randn(3, 16, device=DEVICE), torch.tensor([2, 0, 7], device=DEVICE)
+    expected = logits[:, :8].softmax(1) - F.one_hot(targets, 8)
+    losses, hits = torch.zeros(3, device=DEVICE), torch.zeros(3, dtype=bool, device=DEVICE)
+    chunked._cross_entropy_(
+        logits, 8, targets, NO_TARGET, losses, hits, differentiable=True, use_triton=use_triton
+    )
+    torch.testing.assert_close(logits, F.pad(expected, (0, 8)))
+
+
 def test_no_gradient_is_computed_where_none_is_wanted(monkeypatch):
     x, w, targets = inputs(7, 3, 11)
     kept = []
