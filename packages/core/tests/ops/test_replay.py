@@ -78,6 +78,19 @@ def test_a_call_of_a_known_form_runs_nothing_but_its_kernels(device):
     assert sum(each is not None for each in done[0].results) == 2
 
 
+def test_temporary_tensors_are_as_far_apart_as_the_allocator_s(device):
+    def run(x):
+        return add(add(x, x, 1.0), add(x, x, 2.0), 1.0)
+
+    call = replayed(run)
+    with replays() as done:
+        for _ in range(3):
+            x = numbers(9, device=device)
+            assert torch.equal(call(x), run(x))
+    offsets = [offset for each in done[0].calls for _, _, offset, _ in each.places]
+    assert {*offsets} == {0, replay.APART}
+
+
 def test_a_recording_keeps_no_memory_of_its_call(device):
     made = []
 
@@ -106,7 +119,7 @@ def test_another_form_is_not_taken_for_a_known_one(device, what):
     x, y, factor = numbers(16, device=device), numbers(16, device=device), 2.0
     other = {
         "shape": (x[:12].clone(), [y[:12].clone()], factor),
-        "strides": (x.view(4, 4).t(), [y], factor),
+        "strides": (numbers(32, device=device)[::2], [y], factor),
         "dtype": (x.half(), [y.half()], factor),
         "number": (x, [y], 3.0),
         "list": (x, [y, y], factor),
@@ -174,6 +187,7 @@ UNREPEATED = {
     "a copy": lambda x: add(x.t().contiguous(), x, 1.0),
     "a value": lambda x: add(x, x, float(x[0, 0] > 0)),
     "results in one memory": shared,
+    "a part of a memory": lambda x: add(x, x, 1.0, torch.empty(2, *x.shape, device=x.device)[1]),
     "an input returned": lambda x: (add(x, x, 1.0), x),
     "a result twice": lambda x: (add(x, x, 1.0),) * 2,
     "a dict": lambda x: {"out": add(x, x, 1.0)},
