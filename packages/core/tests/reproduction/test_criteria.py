@@ -52,6 +52,7 @@ def joined(*several):
 
 A_FIRST = measured(a=(1.00, 1.02, 1.01), b=(1.50, 1.51, 1.53))
 B_FIRST = measured(a=(1.50, 1.51, 1.53), b=(1.00, 1.02, 1.01))
+ABOVE_AND_BELOW = joined(*(measured(column=c, a=(1, 1), b=(v, v)) for c, v in (("x", 2), ("y", 1))))
 NOISY = measured(a=(1.0, 1.3, 1.1), b=(1.2, 1.2, 1.2))
 
 
@@ -174,6 +175,9 @@ def test_a_single_model_must_have_a_number_in_every_column():
     failed = joined(A_FIRST, measured(column="Acc", a=("OOM", "OOM")))
     assert outcome(runs, failed) is DIFFERS
     assert "OOM at Acc" in runs(CLAIM, failed).summary
+    assert outcome(Bound(Of("a", "Acc"), (0.0, math.inf)), failed) is DIFFERS, "its own column"
+    out_of_memory = joined(A_FIRST, measured(column="Acc", a=("OOM",)))
+    assert outcome(runs, out_of_memory) is DIFFERS, "one pass of a speed"
     one = joined(A_FIRST, measured(column="Acc", a=("diverged",)))
     assert outcome(runs, replace(one, kind="training")) is NOT_SETTLED, "one seed"
 
@@ -207,6 +211,9 @@ def test_values_are_the_printed_ones_to_a_tolerance():
         assert outcome(Within(tolerance), beside(math.nan)) is DIFFERS
     assert Within()(CLAIM, beside(1.003e9)).details == ("tokens: printed 1e+09, ours 1.003e+09",)
     assert outcome(Within(), Measurement((), ("printed", "ours"), "")) is NOT_SETTLED
+    columns = ("printed", "ours")
+    of_groups = (*entries({"layers": (3, 3)}, columns), *entries({"layers": (3, 4)}, columns, "g"))
+    assert outcome(Within(), Measurement(of_groups, columns, "")) is DIFFERS
 
 
 def test_every_criterion_must_agree_and_one_may_differ():
@@ -226,6 +233,7 @@ def test_nothing_is_settled_where_the_condition_does_not_hold():
         judgement = Given(fails, criterion, "none uses it")(CLAIM, A_FIRST)
         assert judgement.outcome is NOT_SETTLED
         assert judgement.summary.startswith("none uses it (")
+    assert outcome(Given(Order(("x", "y")), holds, "why"), A_FIRST) is NOT_SETTLED
 
 
 def test_the_test_of_a_gap_is_students_at_five_per_cent():
@@ -235,6 +243,9 @@ def test_the_test_of_a_gap_is_students_at_five_per_cent():
     assert not is_settled([gap - 4.5 + 2.262 * 0.957 for gap in gaps])
     assert is_settled([gap - 4.5 + 2.262 * 0.958 for gap in gaps])
     assert not is_settled([5.0])
+    # Of two gaps m - 1 and m + 1, t = m, against 12.71; of three, t = m sqrt(3), against 4.303.
+    assert (is_settled([11.7, 13.7]), is_settled([11.72, 13.72])) == (False, True)
+    assert (is_settled([1.48, 2.48, 3.48]), is_settled([1.49, 2.49, 3.49])) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -242,6 +253,9 @@ def test_the_test_of_a_gap_is_students_at_five_per_cent():
     [
         (Order(own="b"), B_FIRST, True),
         (Order(own="b"), A_FIRST, False),  # it agrees
+        (Order(own=""), B_FIRST, False),
+        (Order(("b2", "b1"), own="b"), measured(b1=(1, 1, 1), b2=(2, 2, 2)), False),  # both own
+        (ratio("b", "a", (1.1, 1.3), good="higher"), ABOVE_AND_BELOW, False),
         (ratio("b", "a", (1.1, 1.3), good="higher"), A_FIRST, True),
         (ratio("b", "a", (1.1, 1.3), good="lower"), B_FIRST, True),
         (ratio("b", "a", (1.1, 1.3), good="higher"), B_FIRST, False),
