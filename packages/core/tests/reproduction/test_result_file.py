@@ -1,6 +1,7 @@
 """A result file grows by entries, survives kills, and holds one machine's numbers at one commit."""
 
 import json
+from dataclasses import replace
 from threading import Thread
 
 import pytest
@@ -9,7 +10,7 @@ from mezzo_core.errors import UserError
 from mezzo_core.files import write_whole
 from mezzo_core.reproduction import OOM, Cell, Header, Result, origin
 from mezzo_core.reproduction import result_file as result_module
-from mezzo_core.reproduction.result_file import EntryFields
+from mezzo_core.reproduction.result_file import FAILED, EntryFields
 from mezzo_core.testing.arguments import check_fields
 
 HEADER = Header(
@@ -162,6 +163,30 @@ def test_an_entry_is_added_once_and_is_a_number(tmp_path):
         result.add(PLACE._replace(seed=1).entry("x"))
     assert [entry["value"] for entry in content(result.path)["entries"]] == [1.0]
     assert not result.has(PLACE._replace(seed=1))
+
+
+@pytest.mark.parametrize(("better", "best"), [("lower", ["64", "128"]), ("higher", ["128", "64"])])
+def test_the_best_column_is_that_of_a_seed(tmp_path, better, best):
+    result = Result(tmp_path / "a.json", replace(HEADER, better=better), HERE)
+    for seed, values in enumerate(((1.0, 2.0), (2.0, 1.0))):
+        for column, value in zip(HEADER.columns, values, strict=True):
+            result.add(PLACE._replace(column=column, seed=seed).entry(value))
+    assert [result.best_column("RAT(L=16)", "B=2", seed) for seed in range(2)] == best
+    assert result.best_column("RAT(L=16)", "B=4") is None
+
+
+def test_what_failed_may_be_tried_again(tmp_path):
+    result = Result(tmp_path / "a.json", HEADER, HERE)
+    result.add(PLACE.entry(FAILED, error="no kernel"))
+    assert not result.has(PLACE)
+    result.add(PLACE.entry(1.0))
+    assert [entry["value"] for entry in content(result.path)["entries"]] == [1.0]
+
+
+def test_a_group_that_the_header_lacks_is_refused(tmp_path):
+    result = Result(tmp_path / "a.json", HEADER, HERE)
+    with pytest.raises(ValueError, match="'' is none of the header's"):
+        result.add(PLACE._replace(group="").entry(1.0))
 
 
 def test_each_field_of_a_header_and_an_entry_replaced_is_named_or_right():
