@@ -84,6 +84,16 @@ def test_one_chunk_is_read_by_plain_attention(impl):
 
 
 @impls
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_the_scale_may_be_zero_or_negative(impl, scale):
+    inputs = draw()
+    out = grouped_cross_attention(**inputs, scale=scale, impl=impl)
+    turned = inputs | {"q": inputs["q"] * scale}
+    expected = grouped_cross_attention(**turned, scale=1.0, impl="reference")
+    assert_close("out", out, expected, rtol=1e-5)
+
+
+@impls
 def test_softmax1_is_a_key_and_value_of_zeros(impl):
     inputs = draw()
     found = gradients(inputs, impl, softmax1=True)

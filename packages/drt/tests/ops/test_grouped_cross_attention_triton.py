@@ -161,7 +161,8 @@ def test_keys_and_values_are_read_where_they_lie():
     turned = k.transpose(3, 4).contiguous().transpose(3, 4)
     odd_start = torch.empty(k.numel() + 1, device=DEVICE)[1:].view(k.shape).copy_(k)
     odd_rows = torch.empty(B, S, L, H * D + 1, device=DEVICE)[..., 1:].unflatten(-1, (H, D))
-    for keys in (k, turned, odd_start, odd_rows.copy_(k)):
+    more_chunks = torch.cat([k, k[:, :1]], 1)[:, :S]  # rows are farther apart than S chunks
+    for keys in (k, turned, odd_start, odd_rows.copy_(k), more_chunks):
         found = run(inputs | {"k": keys, "v": v})
         for name, x in apart.items():
             assert torch.equal(found[name], x), name
