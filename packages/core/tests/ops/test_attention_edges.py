@@ -30,6 +30,25 @@ def test_slopes_of_another_precision_are_taken_as_they_are(impl, dtype):
     assert lse is None or lse.dtype == torch.float32
 
 
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+def test_slopes_keep_their_digits_beside_inputs_of_half_precision(impl):
+    slopes = torch.tensor([1 / 300, 0.003])
+    found = [
+        attention(*torch.zeros(3, 1, 300, 2, 4, dtype=dtype), alibi_slopes=slopes, impl=impl,
+                  return_lse=True).lse
+        for dtype in (torch.bfloat16, torch.float32)
+    ]  # fmt: skip
+    assert_close("lse", *found, rtol=1e-6)
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa", "blocked"])
+def test_slopes_have_no_gradient(impl):
+    inputs, _ = problem(T=5)
+    q, k, v = (x.detach() for x in inputs.values())
+    slopes = alibi_slopes(4).requires_grad_()
+    assert not attention(q, k, v, alibi_slopes=slopes, impl=impl).out.requires_grad
+
+
 # --- Long rows ---------------------------------------------------------------------------------
 
 
