@@ -342,6 +342,15 @@ def test_strides_do_not_matter(impl):
         assert_same(grads(scan(impl, **options), strided, pull), expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+def test_lengths_and_a_bias_may_lie_apart(impl):
+    inputs, options, pull = problem(CASES["padded"])
+    expected = grads(scan(impl, **options), inputs, pull)
+    options["lengths"] = torch.stack([options["lengths"], options["lengths"] * 0], 1)[:, 0]
+    inputs["gate_bias"] = inputs["gate_bias"].repeat_interleave(2)[::2]
+    assert_same(grads(scan(impl, **options), inputs, pull), expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     "case",
     [(2, 9, None, None), (1, 9, (0, 1, 5, 0, 3, 0), None), (2, 9, None, (9, 4))],
