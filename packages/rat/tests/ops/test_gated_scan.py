@@ -343,6 +343,17 @@ def test_strides_do_not_matter(impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("name", ["gate_bias", "initial_state"])
+def test_a_bias_or_a_state_of_half_precision_is_taken_as_it_is(name, impl):
+    inputs, options, pull = problem((2, 9, None, None))
+    low = inputs | {name: inputs[name].bfloat16()}
+    found, gradients = grads(scan(impl, **options), low, pull)
+    wide, expected = grads(scan(impl, **options), low | {name: low[name].float()}, pull)
+    assert all(map(torch.equal, found, wide))
+    assert torch.equal(gradients[name], expected[name].bfloat16())
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_lengths_and_a_bias_may_lie_apart(impl):
     inputs, options, pull = problem(CASES["padded"])
     expected = grads(scan(impl, **options), inputs, pull)
