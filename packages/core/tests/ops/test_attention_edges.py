@@ -75,6 +75,14 @@ def test_a_block_multiplies_no_keys_beyond_its_window(causal):
     assert max(keys.stop for keys in read) == T
 
 
+def test_gradients_of_keys_are_summed_over_blocks_in_float32():
+    q, (k, v) = torch.zeros(1, 896, 1, 4).bfloat16(), torch.zeros(2, 1, 1, 1, 4).bfloat16()
+    dout = torch.full((1, 896, 1, 4), 1 + 2**-7).bfloat16()
+    inputs, options = {"q": q, "k": k, "v": v}, {"causal": False, "impl": "blocked"}
+    _, found = grads(lambda **x: attention(**x, **options).out, inputs, dout)
+    assert found["v"].tolist() == [[[[904.0] * 4]]]
+
+
 # --- Any finite scale --------------------------------------------------------------------------
 
 
@@ -289,8 +297,9 @@ def test_one_graph_serves_every_length(options, marked):
         assert_close(f"T = {T}", out, attention(x, x, x, **options).out, rtol=1e-6)
 
 
-def test_blocked_attention_passes_opcheck():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocked_attention_passes_opcheck(dtype):
     inputs, _ = problem(T=130, H=2)
-    inputs = {name: x.requires_grad_() for name, x in inputs.items()}
+    inputs = {name: x.detach().to(dtype).requires_grad_() for name, x in inputs.items()}
     arguments = (*inputs.values(), True, 5, alibi_slopes(4), 0.3, None, None, None)
     torch.library.opcheck(torch.ops.mezzo.blocked_attention.default, arguments)

@@ -192,6 +192,17 @@ def test_each_output_can_be_pulled_alone(impl, pulled):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("name", ["zvg", "gate_bias", "initial_state"])
+def test_each_gradient_can_be_wanted_alone(impl, name):
+    inputs, options, pull = problem((2, 20, None, None))
+    _, expected = grads(scan(impl, **options), inputs, pull)
+    rest = {n: x for n, x in inputs.items() if n != name}
+    alone = lambda **x: scan(impl, **options)(**rest, **x)  # noqa: E731
+    _, found = grads(alone, {name: inputs[name]}, pull)
+    assert torch.equal(found[name], expected[name])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 def test_no_gradients_give_the_same_results(impl):
     inputs, options, _ = problem(CASES["spans"])
     tracked = scan(impl, **options)(**{k: v.requires_grad_() for k, v in inputs.items()})

@@ -351,6 +351,19 @@ def test_a_step_names_what_does_not_fit_its_state(shape, message):
         step_rat_attention_(torch.zeros(shape), state, num_heads=2, num_groups=1, chunk_size=4)
 
 
+def test_the_projection_of_a_step_may_lie_apart():
+    form = {"num_heads": 2, "num_groups": 1, "chunk_size": 4, "impl": "triton"}
+    inputs = draw(2, 1, 2, 1, 32)
+    x = inputs["zvgqk"]
+    outs = []
+    with torch.no_grad():
+        for laid_out in (x, x.transpose(0, 2).contiguous().transpose(0, 2)):
+            state = init_state(2, 2, 32, dtype=torch.float32, device=torch.device(DEVICE))
+            state = reserve(state, 8, chunk_size=4)
+            outs.append(step_rat_attention_(**inputs | {"zvgqk": laid_out}, state=state, **form))
+    assert torch.equal(*outs)
+
+
 @pytest.mark.parametrize("field", RATState._fields)
 def test_a_step_by_kernels_refuses_a_state_that_is_spread_in_memory(field):
     state = reserve(
