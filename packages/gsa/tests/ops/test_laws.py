@@ -216,3 +216,14 @@ def test_gradients_of_kernels_come_through_one_result_alone_and_without_a_state(
             truth, found = (grads(fn, x, tuple(pull))[1] for fn in (reference, kernels))
             for name, expected in truth.items():
                 assert_close(f"d{name}", found[name], expected, rtol=1e-5, atol=1e-6)
+
+
+@of_cases("gla", "gsa")
+def test_gradients_of_states_by_kernels_can_be_wanted_alone(op, draw):
+    inputs = draw_on_device(draw, 1, 3)
+    kernels = partial(call, op, impl="triton")
+    pull = tuple(torch.randn(x.shape).to(DEVICE) for x in kernels(**inputs))
+    _, expected = grads(kernels, inputs, pull)
+    _, found = grads(partial(kernels, **tokens(inputs)), states(inputs), pull)
+    for name, x in found.items():
+        assert torch.equal(x, expected[name]), name
