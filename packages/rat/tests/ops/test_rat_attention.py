@@ -420,6 +420,11 @@ def test_reserved_slots_stay_and_change_nothing():
     assert_close("out", torch.cat([out, rest], 1), whole, rtol=1e-5)
 
 
+def test_where_lengths_cannot_be_read_all_slots_count_as_full():
+    state = init_state(2, 2, 4, dtype=torch.float32, device=torch.device("meta"))
+    assert [len(reserve(reserve(state, 8, 4), n, 4).k_ends[0]) for n in (1, 5)] == [2, 4]
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.any_shapes
 def test_training_compiles_without_a_graph_break(packed):

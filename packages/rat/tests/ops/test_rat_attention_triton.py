@@ -111,6 +111,15 @@ def test_extreme_gates_equal_the_reference(logit):
     check(inputs, H=2, G=1, chunk_size=8)
 
 
+def test_a_query_that_is_not_a_number_shows_where_no_chunk_has_ended():
+    inputs = draw(1, 5, 2, 1, 32)
+    inputs["zvgqk"][0, 3, 192] = float("nan")  # q of the group at token 3
+    out = chunk_rat_attention_projected(
+        **inputs, num_heads=2, num_groups=1, chunk_size=8, impl="triton"
+    ).out
+    assert out.isnan().all((0, 2, 3)).tolist() == [False, False, False, True, False]
+
+
 def test_a_gate_that_is_not_a_number_shows():
     inputs = draw(1, 20, 2, 1, 32)
     inputs["zvgqk"][0, 3, 128] = float("nan")  # g of head 0 at token 3
