@@ -219,11 +219,14 @@ def test_gradients_of_kernels_come_through_one_result_alone_and_without_a_state(
 
 
 @of_cases("gla", "gsa")
-def test_gradients_of_states_by_kernels_can_be_wanted_alone(op, draw):
+def test_gradients_of_states_by_kernels_can_be_wanted_alone_and_spread_out(op, draw):
     inputs = draw_on_device(draw, 1, 3)
     kernels = partial(call, op, impl="triton")
     pull = tuple(torch.randn(x.shape).to(DEVICE) for x in kernels(**inputs))
-    _, expected = grads(kernels, inputs, pull)
-    _, found = grads(partial(kernels, **tokens(inputs)), states(inputs), pull)
+    results, expected = grads(kernels, inputs, pull)
+    spread = {name: x.mT.contiguous().mT for name, x in states(inputs).items()}
+    pull = pull[0], *(x.mT.contiguous().mT for x in pull[1:])
+    again, found = grads(partial(kernels, **tokens(inputs)), spread, pull)
     for name, x in found.items():
         assert torch.equal(x, expected[name]), name
+    assert all(map(torch.equal, again, results))
