@@ -141,3 +141,10 @@ def test_input_that_does_not_fit_is_named(change, error, message):
     given = {"o": torch.ones(2, 4), "weight": torch.ones(4), "eps": 1e-5, **change}
     with pytest.raises(error, match=f"gated_norm: .*{message}"):
         gated_norm(**given)
+
+
+def test_gates_of_turned_heads_and_of_a_single_row_are_read_as_they_lie():
+    (o, z), weight = torch.randn(2, 3, 4, 8, device=DEVICE), torch.ones(8, device=DEVICE)
+    for o_, z_ in ((o, z.transpose(0, 1).contiguous().transpose(0, 1)), (o[0, 0], z[0, 0])):
+        y, ref = (gated_norm(o_, weight, 1e-5, z=z_, impl=x) for x in ("triton", "reference"))
+        assert_close("y", y, ref, rtol=1e-5)
