@@ -161,6 +161,13 @@ def test_weights_may_be_in_another_dtype_than_the_stream(impl, dtype, stream):
     assert x.grad.dtype == stream
 
 
+def test_kernels_take_no_stream_of_float64(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    given = problem()
+    with pytest.raises(ValueError, match='impl="triton" does not support float64'):
+        recurrent_layers(**given | {"x": given["x"].double(), "impl": "triton"})
+
+
 def test_shapes_are_told_without_memory():
     with torch.device("meta"):
         k = torch.empty(n, B, 4, H, D)
