@@ -89,6 +89,16 @@ def test_products_equal_eager(name, shape, N, transposed, few, dtype, monkeypatc
             assert values_around(found[key]) == wanted.numel(), f"{name} wrote outside of {key}"
 
 
+def test_parts_of_whole_blocks_that_do_not_divide_evenly_end_with_the_sum(monkeypatch):
+    """Two programs share three blocks of K: the second has one."""
+    monkeypatch.setattr(products, "DTYPES", (FLOAT,))
+    x = steps(normal(1, 1, 2, 384, dtype=FLOAT, seed=0))
+    weight = weight_of(x, 16, False)
+    sums = products.product_partial(x, weight)
+    assert len(sums) == 2
+    assert_close("sum", sums.sum(0), x @ weight[:, None].mT, rtol=1e-5)
+
+
 @each_dtype
 @each_shape
 @pytest.mark.parametrize("norm", ["rms", "layer", "none"])
