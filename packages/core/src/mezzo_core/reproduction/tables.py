@@ -170,8 +170,8 @@ def format_value(value: Value | None) -> str:
     """Write one of our numbers with four digits and separated thousands; None as a dash."""
     if value is None or isinstance(value, str):
         return value or "-"
-    if isinstance(value, int) or (value.is_integer() and abs(value) >= 100):
-        return f"{int(value):,}"
+    if isinstance(value, int):
+        return f"{value:,}"
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.2g}" if 0 < abs(value) < 1e-3 else f"{value:.4g}"
