@@ -1,5 +1,6 @@
 """On Hopper, Triton must not assemble with a ptxas that drops registers."""
 
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -47,3 +48,13 @@ def test_two_old_ones_are_refused(knobs):
     knobs.ptxas_blackwell.version = "12.8"
     with pytest.raises(RuntimeError, match="compiles kernels wrong"):
         require_ptxas()
+
+
+def test_results_tell_the_ptxas_with_which_their_process_began(knobs, request):
+    """By torch.compile, Triton uses torch's own from then on."""
+    origin = import_module("mezzo_core.reproduction.origin")
+    origin._ptxas.cache_clear()
+    request.addfinalizer(origin._ptxas.cache_clear)
+    assert origin._ptxas() == "12.8, 12.9"
+    knobs.ptxas.version = "13.0"
+    assert origin._ptxas() == "12.8, 12.9"

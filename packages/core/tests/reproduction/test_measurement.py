@@ -12,9 +12,7 @@ from mezzo_core.reproduction.measurement import (
     How,
     Measurement,
     at_best,
-    pick,
     read_results,
-    without_first_seed,
 )
 from mezzo_core.reproduction.tables import measured_grid
 from mezzo_core.testing.damage import damages, json_damages
@@ -56,14 +54,6 @@ def test_a_result_is_read_in_the_order_of_its_header(tmp_path):
     assert ours.cell("x", "PPL")[1].details == {"parameters": 5, "lr": 0.1}
     assert ours.seeds == [0, 1]
     assert ours.origin["driver"] is None
-
-
-def test_the_groups_of_a_result_come_in_the_order_of_its_header_too(tmp_path):
-    entries = [{"group": g, "model": "x", "column": "PPL", "value": 1.0} for g in ("g", "h")]
-    content = {**RESULT, "groups": ["h", "g"], "entries": entries}
-    write(tmp_path, "table1.json", json.dumps(content))
-    (ours,) = read_results(tmp_path).values()
-    assert ours.groups == ["h", "g"]
 
 
 def test_a_damaged_result_is_named_or_shown(tmp_path):
@@ -110,30 +100,13 @@ def test_the_typical_value_is_a_mean_over_seeds_a_median_over_passes_or_a_word()
     assert ours.typical("m", "other") is None
 
 
-def test_a_caption_names_the_other_commits_of_parts():
-    found = (
-        Entry("m", "c", 1.0, seed=i, details={"commit": c}) for i, c in enumerate(("abc", "0"))
-    )
-    ours = Measurement(tuple(found), ("c",), "", kind="speed", origin=ORIGIN)
-    assert "commit abc, parts at 0, 2026-01-31" in measured_grid(ours).caption
-
-
 def test_a_detail_that_a_seed_lacks_is_no_number():
+    def peaks(*runs):
+        return Measurement(runs, ("c",), "").by_seed("m", "c", detail="peak_gb")
+
     first, second = (Entry("m", "c", 1.0, seed=seed, details={"peak_gb": 2.0}) for seed in (0, 1))
-    assert Measurement((first, second), ("c",), "").by_seed("m", "c", detail="peak_gb") == {
-        0: 2.0,
-        1: 2.0,
-    }
-    lacks = replace(second, details={})
-    assert Measurement((first, lacks), ("c",), "").by_seed("m", "c", detail="peak_gb") == {}
-
-
-def test_columns_are_picked_that_were_measured_and_one_seed_is_not_left_out():
-    ours = Measurement((Entry("m", "a", 1.0), Entry("m", "b", 2.0)), ("a", "b"), "toy")
-    found = pick(ours, {"b": "B", "c": "C"})
-    assert (found.columns, found.by_seed("m", "B"), found.cell("m", "a")) == (("B",), {0: 2.0}, [])
-    assert pick(ours, {"c": "C"}) is None
-    assert without_first_seed(ours) is ours
+    assert peaks(first, second) == {0: 2.0, 1: 2.0}
+    assert peaks(first, replace(second, details={})) == {}
 
 
 def test_each_group_has_a_best_rate_of_its_own_and_higher_may_be_better():

@@ -3,7 +3,6 @@
 import shutil
 import subprocess
 from importlib import import_module
-from types import SimpleNamespace
 
 import pytest
 from mezzo_core.reproduction import commit
@@ -66,16 +65,3 @@ def test_a_copy_inside_another_repository_does_not_report_its_commit(repository,
     assert commit() is None
     monkeypatch.setenv("MEZZO_COMMIT", "0123abc")
     assert commit() == "0123abc"
-
-
-def test_the_assembler_told_is_the_same_after_torch_compile(monkeypatch, request):
-    triton = pytest.importorskip("triton")
-    tools = SimpleNamespace(
-        ptxas=SimpleNamespace(version="12.8"), ptxas_blackwell=SimpleNamespace(version="12.9")
-    )
-    monkeypatch.setattr(triton.knobs, "nvidia", tools)
-    MODULE._ptxas.cache_clear()
-    request.addfinalizer(MODULE._ptxas.cache_clear)
-    assert MODULE._ptxas() == "12.8, 12.9"
-    tools.ptxas.version = "13.0"
-    assert MODULE._ptxas() == "12.8, 12.9"

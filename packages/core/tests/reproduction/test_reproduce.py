@@ -14,7 +14,6 @@ from mezzo_core.nn.lm import LMConfig
 from mezzo_core.reproduction import training
 from mezzo_core.reproduction.beside import beside_printed, in_recipes
 from mezzo_core.reproduction.claims import (
-    PERPLEXITY,
     Run,
     check_complete,
     counted,
@@ -25,7 +24,7 @@ from mezzo_core.reproduction.claims import (
     trained,
 )
 from mezzo_core.reproduction.criteria import Order, Within
-from mezzo_core.reproduction.measurement import Entry, How, Measurement, entries
+from mezzo_core.reproduction.measurement import Entry, How, Measurement
 from mezzo_core.reproduction.outcomes import Outcome
 from mezzo_core.reproduction.published import Claim
 from mezzo_core.reproduction.reproduce import Reproduction, Scale, reproduce_papers
@@ -171,15 +170,6 @@ def test_what_this_run_measured_stands_beside_a_result_nearer_to_the_paper(paper
     assert [words.partition(":")[0] for words in speed.here] == ["differs"]
     assert not any("this run" in line for line in speed.details)
     assert (tmp_path / "out/p/figures/speed.png").exists()
-
-
-def test_trainings_are_read_by_perplexity_or_by_length():
-    columns = (PERPLEXITY, "T=64")
-    ours = Measurement(entries({"Window": (2.0, 1.0)}, columns), columns, "tiny", kind="training")
-    run = Run({}, lambda name: ours)
-    for by_length, column in enumerate(columns):
-        seen = trained(Order(), by_length=bool(by_length)).find(run, None)
-        assert (seen.columns, [entry.column for entry in seen.entries]) == ((column,), [column])
 
 
 def test_a_setting_nearer_to_the_paper_decides_whatever_comes_first(paper):

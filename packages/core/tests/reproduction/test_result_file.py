@@ -183,12 +183,6 @@ def test_what_failed_may_be_tried_again(tmp_path):
     assert [entry["value"] for entry in content(result.path)["entries"]] == [1.0]
 
 
-def test_a_group_that_the_header_lacks_is_refused(tmp_path):
-    result = Result(tmp_path / "a.json", HEADER, HERE)
-    with pytest.raises(ValueError, match="'' is none of the header's"):
-        result.add(PLACE._replace(group="").entry(1.0))
-
-
 def test_each_field_of_a_header_and_an_entry_replaced_is_named_or_right():
     for valid in (HEADER, EntryFields("Attention", "64", 1.0, steps={"train": [[1, 2.0]]})):
         check_fields(valid, lambda _: torch.zeros(()))
