@@ -34,9 +34,9 @@ before recall_200m's): for lack of recall, if the perplexity of the other target
 what it lacks is near if its recall is lower by 5 points from 16 to 1,023 tokens before, and far if
 it is from 1,024 on; within a chunk of 16 it should not lack any.
 
-What of that the windows and GSA's slots bring back (written after attention's and RAT(L=16)'s rows,
-before theirs): the hybrid lacks no recall below 1,024 tokens, its windows, and lacks it beyond;
-GSA, whose state has a fixed size, lacks it at every distance from 16 on.
+What recall windows and slots bring (written after recall_200m's rows of attention and RAT(L=16),
+before those of the hybrid and GSA): the hybrid lacks none below 1,024 tokens, its windows, and
+lacks some beyond; GSA, whose state has a fixed size, lacks it at every distance from 16 on.
 """
 
 import sys

@@ -109,7 +109,7 @@ def measure_tasks(model: "LM", tokenizer: "Tokenizer", asked: TaskOptions) -> di
     RULER and LongBench are measured by mezzo itself, all other tasks by lm-eval.
 
     Raises:
-        UserError: if lm-eval is not installed, or refuses a task.
+        UserError: if a task cannot be asked, or lm-eval is not installed.
     """
     names = asked.names()
     if asked.folder is not None and not asked.folder.is_dir():
@@ -119,7 +119,8 @@ def measure_tasks(model: "LM", tokenizer: "Tokenizer", asked: TaskOptions) -> di
     # What cannot be asked is refused before any task is answered, lm-eval's names as it begins.
     for name in of_ruler:
         _check_ruler(tokenizer, name, asked)
-    by_task = {} if asked.longbench is None else _read_longbench(tokenizer, asked.longbench, asked)
+    file = asked.longbench
+    by_task = {} if file is None else _read_longbench(tokenizer, file, asked.max_length)
     told = _measure_others(model, tokenizer, others, asked) if others else {"results": {}}
     found = {name: _measure_ruler(model, tokenizer, name, asked) for name in of_ruler}
     for name, questions in by_task.items():
@@ -157,7 +158,7 @@ def _measure_ruler(
 
 
 def _read_longbench(
-    tokenizer: "Tokenizer", file: Path, asked: TaskOptions
+    tokenizer: "Tokenizer", file: Path, max_length: int | None
 ) -> "dict[str, list[Question]]":
     """Return the questions of each task."""
     from mezzo_core.eval.longbench import check_length, read_questions
@@ -165,8 +166,8 @@ def _read_longbench(
     by_task: dict[str, list[Question]] = {}
     for question in read_questions(file):
         by_task.setdefault(question.dataset, []).append(question)
-    if asked.max_length is not None:
-        check_length(asked.max_length, by_task, tokenizer)
+    if max_length is not None:
+        check_length(max_length, by_task, tokenizer)
     return by_task
 
 

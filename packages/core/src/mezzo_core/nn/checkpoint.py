@@ -78,7 +78,7 @@ def save_model(
         new.mkdir()
         try:
             library.save_file(stored, new / WEIGHTS)
-            # The library lets only the owner read it. The folder follows the user's umask.
+            # The library lets only the owner read it: take the folder's mode, which follows umask.
             (new / WEIGHTS).chmod(new.stat().st_mode & 0o666)
             described["weights_crc32"] = _checksum(new / WEIGHTS)
             (new / CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
