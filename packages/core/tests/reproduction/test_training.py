@@ -26,7 +26,6 @@ from mezzo_core.reproduction.training import (
     loss_by_length,
     measure_run,
     of_model,
-    steady_and_first,
     sweep,
 )
 from mezzo_core.train.config import OptimConfig, TrainConfig
@@ -236,14 +235,6 @@ def test_the_best_run_comes_first_and_a_diverged_one_last(configs, tmp_path, mon
     assert folders[1] == Path("runs/toy_lr0.001")
     assert capsys.readouterr().out.startswith("toy lr0.0001: 0.5\ntoy lr0.001: diverged\n")
     assert not {"perplexity", "tokens_per_second"} & set(entry.details)
-
-
-def test_the_first_step_is_what_the_warm_up_took_beyond_its_speed():
-    # Ten steps of 100 tokens in 19 s, then one a second: the first took 10 s.
-    speeds = [10 * 100 / 19] * 10 + [100, 100, 200]
-    assert steady_and_first(speeds, 100) == (100, pytest.approx(10))
-    assert steady_and_first([50.0], 100) == (50, 2)
-    assert steady_and_first([10.0, 50.0], 100) == (50, 10)
 
 
 def test_a_run_that_is_done_is_only_read(configs, tmp_path, monkeypatch):

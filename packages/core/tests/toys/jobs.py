@@ -37,6 +37,6 @@ def job_of(cells: tuple[Cell, ...]) -> Job:
 
 
 def _numbers(cells: tuple[Cell, ...], folder: Path, device: torch.device) -> Iterator[list[Entry]]:
-    details = {"parameters": 1, "tokens_per_second": 2.0, "seconds_to_first_step": 3.0}
+    details = {"parameters": 1, "tokens_per_second": 2.0}
     for cell in cells:
         yield [cell.entry(float(cell.column), **details)]

@@ -18,8 +18,8 @@ from mezzo_core.reproduction.outcomes import failure
 from mezzo_core.reproduction.result_file import FAILED, Cell, Entry, Header, Result, Say, say
 from mezzo_core.reproduction.timing import OOM, attempt, start_afresh
 
-SPEEDS = ("tokens_per_second", "seconds_to_first_step")
-"""Details that say nothing where several jobs run at the same time."""
+SPEED = "tokens_per_second"
+"""A detail that says nothing where several jobs run at the same time."""
 Work = Callable[[tuple[Cell, ...], Path, torch.device], Iterable[Sequence[Entry]]]
 """Measures cells, with a scratch folder, on a device; yields what came of each measurement."""
 _place: tuple[Path, torch.device]
@@ -168,7 +168,7 @@ def _measure_all(job: Job) -> None:
 
 
 def _without_speed(entry: Entry) -> Entry:
-    kept = {name: part for name, part in entry.details.items() if name not in SPEEDS}
+    kept = {name: part for name, part in entry.details.items() if name != SPEED}
     return replace(entry, details=kept)
 
 

@@ -22,7 +22,7 @@ from mezzo_core.nn.lm import LM
 from mezzo_core.nn.on_meta import on_meta
 from mezzo_core.nn.stack import Stack
 from mezzo_core.reproduction.result_file import DIVERGED, Cell, Entry, Result, say
-from mezzo_core.reproduction.runner import SPEEDS, Job, run
+from mezzo_core.reproduction.runner import SPEED, Job, run
 from mezzo_core.reproduction.timing import peak_gb, start_afresh
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.log import read_rows
@@ -216,7 +216,7 @@ class Tuning:
         own = self.folder.with_name("_".join([self.folder.name, *words]))
         try:
             found = measure_run(config, own, device, resume=True)
-            found = {k: part for k, part in found.items() if k not in ("perplexity", *SPEEDS)}
+            found = {k: part for k, part in found.items() if k not in ("perplexity", SPEED)}
         except DivergenceError:
             found = dict.fromkeys(self.by, DIVERGED)
         measures = ", ".join(str(found[measure]) for measure in self.by)
@@ -240,9 +240,9 @@ def measure_run(
 
     Returns:
         perplexity, accuracy and (of a task) exact_match on the validation part, parameters,
-        tokens_per_second (median after the warm-up), seconds_to_first_step, peak_gb (None on a
-        CPU, or if the run was only read), and steps: the curves "train" and "val", lists of
-        [step, loss] with at most POINTS points.
+        tokens_per_second (median after the warm-up), peak_gb (None on a CPU, or if the run was
+        only read), and steps: the curves "train" and "val", lists of [step, loss] with at most
+        POINTS points.
 
     Raises:
         DivergenceError: if the loss explodes.
@@ -267,14 +267,12 @@ def measure_run(
             f"remove {folder}, and the run is made again"
         )
     speeds = [row["tokens_per_second"] for row in steps]
-    speed, first = steady_and_first(speeds, config.batch_size * config.seq_len)
     return {
         "perplexity": tests[-1]["val_perplexity"],
         "accuracy": tests[-1]["val_accuracy"],
         "exact_match": tests[-1]["val_exact_match"] if len(measures) > 1 else None,
         "parameters": on_meta(config.model).num_parameters(),
-        "tokens_per_second": round(speed),
-        "seconds_to_first_step": first,
+        "tokens_per_second": round(statistics.median(speeds[WARMUP:] or speeds[-1:])),
         "peak_gb": peak,
         "steps": {
             "train": _thinned([[row["step"], row["loss"]] for row in steps]),
@@ -309,19 +307,6 @@ def corpus_name(source: str) -> str:
     if source == "embedded" or source.startswith(HUB_PREFIX):
         return source
     return ", ".join(path.name for path in find_files(source))
-
-
-def steady_and_first(speeds: Sequence[float], tokens_per_step: int) -> tuple[float, float]:
-    """Return the tokens a second after the warm-up, and the seconds until the first step ended.
-
-    The loop reads a GPU's clock only every few steps. So the time of the first step (compiling,
-    first allocations) is that of the steps of the warm-up, less all but one at steady speed. Of
-    WARMUP steps or fewer, only the last is steady.
-    """
-    warmup = min(WARMUP, len(speeds) - 1)
-    steady = statistics.median(speeds[warmup:])
-    warming = sum(tokens_per_step / speed for speed in speeds[:warmup])
-    return steady, warming - (warmup - 1) * tokens_per_step / steady
 
 
 def _loss_before(config: TrainConfig, device: torch.device) -> float:
