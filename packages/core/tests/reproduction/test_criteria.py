@@ -204,10 +204,10 @@ def beside(ours):
 
 def test_values_are_the_printed_ones_to_a_tolerance():
     assert outcome(Within(), beside(1e9)) is AGREES
-    for tolerance in (0.01, {"tokens": 0.01}):
-        assert outcome(Within(tolerance), beside(1.003e9)) is AGREES
-        assert outcome(Within(tolerance), beside(1.02e9)) is DIFFERS
-        assert outcome(Within(tolerance), beside(math.nan)) is DIFFERS
+    rounded = Within({"tokens": 0.01})
+    assert outcome(rounded, beside(1.003e9)) is AGREES
+    assert outcome(rounded, beside(1.02e9)) is DIFFERS
+    assert outcome(rounded, beside(math.nan)) is DIFFERS
     assert Within()(CLAIM, beside(1.003e9)).details == ("tokens: printed 1e+09, ours 1.003e+09",)
     assert outcome(Within(), Measurement((), ("printed", "ours"), "")) is NOT_SETTLED
     columns = ("printed", "ours")

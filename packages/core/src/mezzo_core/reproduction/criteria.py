@@ -231,20 +231,18 @@ def best(first: str | Of, *others: str | Of, columns: tuple[str, ...] = ()) -> "
 class Within:
     """Every value of ours is the printed one: columns "printed" and "ours", a row a label.
 
-    The tolerance is relative: for all labels, or by label for those whose values the paper rounds.
+    The tolerance is relative, by label for those whose values the paper rounds.
     """
 
-    tolerance: Mapping[str, float] | float = field(default_factory=dict)
+    tolerance: Mapping[str, float] = field(default_factory=dict)
 
     def __call__(self, printed: Table | Claim, ours: Measurement) -> Judgement:
         """Compare each row."""
         wrong = {}
         for group, label in ours.rows:
             theirs, found = (ours.by_seed(label, c, group)[0] for c in ("printed", "ours"))
-            given = self.tolerance
-            relative = given.get(label, 1e-12) if isinstance(given, Mapping) else given
             # "not ... <=", because a NaN is equal to nothing
-            if not abs(found - theirs) <= relative * abs(theirs):
+            if not abs(found - theirs) <= self.tolerance.get(label, 1e-12) * abs(theirs):
                 wrong[group, label] = f"{label}: printed {theirs:g}, ours {found:g}"
         if wrong:
             return Judgement(DIFFERS, "; ".join(list(wrong.values())[:SHOWN]), (*wrong.values(),))
@@ -252,8 +250,8 @@ class Within:
             return Judgement(NOT_SETTLED, "nothing was counted")
         count = len(ours.rows)
         which = f"all {count} values are" if count > 1 else "the value is"
-        nearly = "equal to the printed precision" if isinstance(self.tolerance, Mapping) else "near"
-        return Judgement(AGREES, f"{which} {nearly if self.tolerance else 'equal'}: {ours.setting}")
+        rounded = " to the printed precision" if self.tolerance else ""
+        return Judgement(AGREES, f"{which} equal{rounded}: {ours.setting}")
 
 
 class Every:
