@@ -71,9 +71,7 @@ VERDICTS = {
 
 def verdict(finding: Finding) -> str:
     """Return the verdict on a finding, one of `VERDICTS`."""
-    if finding.outcome is None:
-        return "not attempted"
-    return "better" if finding.better else finding.outcome.value
+    return "better" if finding.better else tables.describe_outcome(finding.outcome)
 
 
 @dataclass(frozen=True)
