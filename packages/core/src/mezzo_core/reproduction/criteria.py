@@ -163,14 +163,14 @@ class Bound:
             cells = {place: cells[place] for place in highest}
         outcomes, said, better = list[Outcome](), list[str](), list[bool]()
         for (group, column), ((low, high), found) in cells.items():
-            number = f"{_middle(found, ours.kind):.4g}" if found else "not measured"
+            number = f"{ours.middle(found):.4g}" if found else "not measured"
             outcome = compare_bounds(found, low, high, ours.kind)
             if (group, column) in failed:
                 number, several = failed[group, column]
                 outcome = DIFFERS if several or ours.kind not in TRAINED else NOT_SETTLED
             outcomes.append(outcome)
             if outcome is DIFFERS:
-                middle = _middle(found, ours.kind) if found else math.nan
+                middle = ours.middle(found) if found else math.nan
                 better.append(middle > high if self.good == "higher" else middle < low)
             place = describe_place(column, group)
             expected = "" if outcome is AGREES else f" ({_describe(low, high)} expected)"
@@ -387,10 +387,6 @@ def describe_place(column: str, group: str = "") -> str:
     """Write a column and a group in words; a column that is a number is a length T."""
     length = f"T = {column}" if column.isdigit() else column
     return ", ".join(filter(None, (group, length)))
-
-
-def _middle(values: Sequence[float], kind: str) -> float:
-    return statistics.fmean(values) if kind in TRAINED else statistics.median(values)
 
 
 def _describe(low: float, high: float) -> str:

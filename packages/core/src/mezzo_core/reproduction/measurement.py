@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mezzo_core.reproduction.outcomes import TRAINED
 from mezzo_core.reproduction.published import Value
 from mezzo_core.reproduction.result_file import Entry as Entry
 from mezzo_core.reproduction.result_file import best_of, read_file
@@ -94,8 +95,11 @@ class Measurement:
         words = [value for value in values if isinstance(value, str)]
         if words or len(values) < 2:
             return next(iter(words or values), None)
-        middle = statistics.median if self.kind in ("speed", "timings") else statistics.fmean
-        return middle(map(float, values))
+        return self.middle([float(value) for value in values])
+
+    def middle(self, numbers: Sequence[float]) -> float:
+        """Return the mean over seeds, or the median over passes."""
+        return statistics.fmean(numbers) if self.kind in TRAINED else statistics.median(numbers)
 
     def spread(self, model: str, column: str, group: str = "") -> float | None:
         """Return the highest minus the lowest value of a cell; None for fewer than two numbers."""
