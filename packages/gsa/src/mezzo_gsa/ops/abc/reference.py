@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mezzo_gsa.ops.abc.state import ABCState
 from mezzo_gsa.ops.abc.strengths import Reading, gates_and_strengths
-from mezzo_gsa.ops.gla.reference import run_apart
+from mezzo_gsa.ops.gla.reference import run_tokens
 from mezzo_gsa.ops.gsa.arguments import GSAState
 from mezzo_gsa.ops.gsa.reference import gsa_step
 
@@ -23,18 +23,8 @@ def recurrent_abc_reference(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, ABCState]:
     """Run the recurrence. Arguments are as in `recurrent_abc`, with s and the state in float32."""
-    run = partial(_run, scale, reading)
-    return run_apart(run, (q, k, v, s), initial_state, cu_seqlens)
-
-
-def _run(
-    scale: float, reading: Reading, q: Tensor, k: Tensor, v: Tensor, s: Tensor, state: ABCState
-) -> tuple[Tensor, ABCState]:
-    outs = [q.new_empty(q.shape[0], 0, q.shape[2], v.shape[3])]
-    for t in range(q.shape[1]):
-        out, state = abc_step(q[:, t], k[:, t], v[:, t], s[:, t], scale, reading, state)
-        outs.append(out[:, None].to(q.dtype))
-    return torch.cat(outs, dim=1), state
+    step = partial(abc_step, scale=scale, reading=reading)
+    return run_tokens(step, (q, k, v, s), initial_state, cu_seqlens)
 
 
 def abc_step(

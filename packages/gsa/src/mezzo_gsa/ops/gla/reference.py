@@ -20,31 +20,38 @@ def recurrent_gla_reference(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Run the recurrence. Arguments are as in `recurrent_gla`, with g and the state in float32."""
-    return run_apart(partial(_run, scale), (q, k, v, g), initial_state, cu_seqlens)
+    return run_tokens(partial(gla_step, scale=scale), (q, k, v, g), initial_state, cu_seqlens)
 
 
-def run_apart(
-    run: Callable[..., Any], inputs: tuple[Tensor, ...], state: Any, cu_seqlens: Tensor | None
+def run_tokens(
+    step: Callable[..., Any], inputs: tuple[Tensor, ...], state: Any, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Any]:
-    """Return `run(*inputs, state)`, where each packed sequence runs alone: this defines packing."""
-    if cu_seqlens is None:
-        return run(*inputs, state)
-    rows = zip(*(x.split(cu_seqlens.diff().tolist(), dim=1) for x in inputs), strict=True)
-    results = (
-        run(*row, tree_map(itemgetter(slice(i, i + 1)), state)) for i, row in enumerate(rows)
-    )
-    outs, states = zip(*results, strict=True)
-    return torch.cat(outs, dim=1), tree_map(lambda *parts: torch.cat(parts), *states)
+    """Run a recurrence token by token; each packed sequence runs alone, which defines packing.
 
+    Args:
+        step: takes a token of each input, and `state`; returns its output and the next state.
+        inputs: q (B, T, HQ, K), k, v (B, T, H, V) and more.
+        state: before the first token of each sequence.
+        cu_seqlens: (S + 1,) borders of packed sequences.
 
-def _run(
-    scale: float, q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    outs = [q.new_zeros(q.shape[0], 0, q.shape[2], v.shape[3])]
-    for t in range(q.shape[1]):
-        out, state = gla_step(q[:, t], k[:, t], v[:, t], g[:, t], scale, state)
-        outs.append(out[:, None].to(q.dtype))
-    return torch.cat(outs, dim=1), state
+    Returns:
+        out (B, T, HQ, V) in the dtype of q, and the last state.
+    """
+    if cu_seqlens is not None:
+        rows = zip(*(x.split(cu_seqlens.diff().tolist(), dim=1) for x in inputs), strict=True)
+        results = (
+            run_tokens(step, row, tree_map(itemgetter(slice(i, i + 1)), state), None)
+            for i, row in enumerate(rows)
+        )
+        parts, states = zip(*results, strict=True)
+        return torch.cat(parts, dim=1), tree_map(lambda *each: torch.cat(each), *states)
+    q, _, v, *_ = inputs
+    outs = []
+    for token in zip(*(x.unbind(1) for x in inputs), strict=True):
+        out, state = step(*token, state=state)
+        outs.append(out)
+    out = torch.stack(outs, dim=1) if outs else q.new_empty(*q.shape[:3], v.shape[3])
+    return out.to(q.dtype), state
 
 
 def gla_step(

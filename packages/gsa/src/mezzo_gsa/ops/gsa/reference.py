@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mezzo_gsa.ops.gla.reference import run_apart
+from mezzo_gsa.ops.gla.reference import run_tokens
 from mezzo_gsa.ops.gsa.arguments import Between, GSAState
 
 
@@ -22,26 +22,8 @@ def recurrent_gsa_reference(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, GSAState]:
     """Run the recurrence. Arguments are as in `recurrent_gsa`, with g and s given in float32."""
-    run = partial(_run, scale, between)
-    return run_apart(run, (q, k, v, g, s), initial_state, cu_seqlens)
-
-
-def _run(
-    scale: float,
-    between: Between,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    s: Tensor,
-    state: GSAState,
-) -> tuple[Tensor, GSAState]:
-    outs = []
-    for t in range(q.shape[1]):
-        out, state = gsa_step(q[:, t], k[:, t], v[:, t], g[:, t], s[:, t], scale, between, state)
-        outs.append(out)
-    out = torch.stack(outs, dim=1) if outs else q.new_empty(*q.shape[:3], v.shape[3])
-    return out.to(q.dtype), state
+    step = partial(gsa_step, scale=scale, between=between)
+    return run_tokens(step, (q, k, v, g, s), initial_state, cu_seqlens)
 
 
 def gsa_step(
