@@ -4,7 +4,7 @@ First the public functions, then the registered ops of their kernels, of which o
 tokens of a projection.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -215,10 +215,8 @@ def unsupported_step(x: Tensor, state: GSAState) -> str | None:
     return unsupported(x, state.k.shape[2], state.k.shape[3], state.v.shape[3])
 
 
-SLOTS = "Tensor(a!) slots_k, Tensor(b!) slots_v"
-
-
-def _step(
+@torch.library.custom_op("mezzo_gsa::gsa_step_", mutates_args=("slots_k", "slots_v"))
+def gsa_step_(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -227,27 +225,18 @@ def _step(
     slots_k: Tensor,
     slots_v: Tensor,
     scale: float,
-    between: Any,
+    between: str,
 ) -> Tensor:
     """Process one token by kernels; return out (B, HQ, V)."""
     from mezzo_gsa.ops.gsa.triton import step
 
-    state = GSAState(slots_k, slots_v)
-    return step.run_step(q, k, v, g, s, state, StepForm(scale, between))
+    form = StepForm(scale, cast(Between, between))
+    return step.run_step(q, k, v, g, s, GSAState(slots_k, slots_v), form)
 
 
-def _step_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+@gsa_step_.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     return q.new_empty(*q.shape[:2], v.shape[2])
-
-
-gsa_step_ = torch.library.custom_op(
-    "mezzo_gsa::gsa_step_",
-    _step,
-    mutates_args=("slots_k", "slots_v"),
-    schema="(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor? s, "
-    f"{SLOTS}, float scale, str between) -> Tensor",
-)
-gsa_step_.register_fake(_step_fake)
 
 
 def _step_projected(
@@ -276,8 +265,8 @@ gsa_step_projected_ = torch.library.custom_op(
     "mezzo_gsa::gsa_step_projected_",
     _step_projected,
     mutates_args=("slots_k", "slots_v"),
-    schema="(Tensor x, Tensor? gate_logits, Tensor? norm_weight, "
-    f"{SLOTS}, int num_heads, {schema_of(StepForm)}) -> Tensor",
+    schema="(Tensor x, Tensor? gate_logits, Tensor? norm_weight, Tensor(a!) slots_k, "
+    f"Tensor(b!) slots_v, int num_heads, {schema_of(StepForm)}) -> Tensor",
 )
 gsa_step_projected_.register_fake(_step_projected_fake)
 
