@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from mezzo_core.ops.checks import check_dtype
+
 
 def check_cu_seqlens(op: str, cu_seqlens: Tensor, x: Tensor) -> None:
     """Check all but the values of the borders of packed sequences x (B, T, ...).
@@ -11,10 +13,7 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor, x: Tensor) -> None:
         TypeError: if the borders are not an int32 or int64 tensor.
         ValueError: if they are not (S + 1,) with S >= 1, are on another device, or B is not 1.
     """
-    if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"{op}: cu_seqlens must be a tensor, got {type(cu_seqlens).__name__}")
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{op}: cu_seqlens must be int32 or int64, got {cu_seqlens.dtype}")
+    check_dtype(op, "cu_seqlens", cu_seqlens, "int")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
         raise ValueError(
             f"{op}: cu_seqlens must be (S + 1,), S >= 1, got {tuple(cu_seqlens.shape)}"
