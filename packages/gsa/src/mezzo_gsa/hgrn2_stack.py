@@ -136,10 +136,8 @@ class BoundedBlock(Block):
         mixed, state = self.mixer(
             self.mixer_norm(x), state, cu_seqlens=cu_seqlens, lengths=lengths, log_bounds=log_bounds
         )
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), state
+        return self._finish(x, mixed), state
 
     def step(self, x: Tensor, state: GLAState, log_bounds: Tensor | None = None) -> Tensor:
         """Decode one token of every row, (B, 1, C) to (B, 1, C), overwriting the state in place."""
-        x = x + self.mixer.step(self.mixer_norm(x), state, log_bounds)
-        return x + self.mlp(self.mlp_norm(x))
+        return self._finish(x, self.mixer.step(self.mixer_norm(x), state, log_bounds))
