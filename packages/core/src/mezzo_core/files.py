@@ -3,6 +3,7 @@
 import json
 import os
 import secrets
+import shutil
 import stat
 import sys
 from glob import escape
@@ -105,6 +106,18 @@ def remove_scratch(path: Path) -> None:
     """
     for left in path.parent.glob(f".{escape(path.name)}.{'[0-9a-f]' * 16}"):
         left.unlink(missing_ok=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a whole folder if it is there; of a link only the link, not its target.
+
+    Raises:
+        OSError: if it cannot be removed.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def is_foreign(status: os.stat_result) -> bool:

@@ -26,7 +26,7 @@ from mezzo_core.data.corpora import Corpus, Piece
 from mezzo_core.data.stored_tokens import StoredTokens
 from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.errors import UserError
-from mezzo_core.files import acquire, is_foreign, read_json
+from mezzo_core.files import acquire, is_foreign, read_json, remove
 from mezzo_core.libraries import first_line, import_library
 
 # Part of the cache key: raise it when the same text would give other tokens or files.
@@ -129,7 +129,7 @@ def tokenize_corpus(
                     return _load(folder, tokenizer, dtype, check)
                 except ValueError as error:
                     logger.warning("%s is damaged (%s): tokenizing the corpus again", folder, error)
-                    _remove(folder)
+                    remove(folder)
             _write(corpus, tokenizer, dtype, folder)
             return _load(folder, tokenizer, dtype, check=False)
     except OSError as error:
@@ -193,14 +193,6 @@ def _checksum_of(tokens: StoredTokens, vocab_size: int) -> str:
 
 def _hexadecimal(checksum: int) -> str:
     return f"{checksum:08x}"
-
-
-def _remove(path: Path) -> None:
-    """Remove a tokenized corpus; a link is removed without what it points to."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
 
 
 def _write(corpus: Corpus, tokenizer: Tokenizer, dtype: np.dtype[Any], folder: Path) -> None:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo_core.errors import UserError, printable
-from mezzo_core.files import read_json, write_whole
+from mezzo_core.files import read_json, remove, write_whole
 from mezzo_core.train.distributed import World
 from mezzo_core.train.shards import (
     DamagedError,
@@ -233,7 +233,7 @@ class Checkpoints:
         if final.is_dir():  # it is damaged, or this step would not have been repeated
             if not _is_ours(final):
                 raise FileExistsError(f"{final} is there and is no checkpoint")
-            _remove(final)
+            remove(final)
         scratch.rename(final)
         _sync(self.folder)
         _sync(self.folder.parent)
@@ -241,7 +241,7 @@ class Checkpoints:
         kept = [folder for folder in past if folder not in self._damaged or folder == final]
         for old in past:
             if old not in kept[-self.keep :] and _is_ours(old):
-                _remove(old)
+                remove(old)
 
     def _read(
         self, step: int, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer
@@ -367,14 +367,6 @@ def _entries(folder: Path) -> list[Path]:
 def _is_ours(folder: Path) -> bool:
     """Tell whether a folder holds only files with names of a checkpoint's files."""
     return all(_OURS.fullmatch(path.relative_to(folder).as_posix()) for path in folder.rglob("*"))
-
-
-def _remove(folder: Path) -> None:
-    """Remove a checkpoint; of a symbolic link only the link, not its target."""
-    if folder.is_symlink():
-        folder.unlink()
-    else:
-        shutil.rmtree(folder)
 
 
 def _sync(folder: Path) -> None:

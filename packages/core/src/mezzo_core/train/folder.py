@@ -4,7 +4,6 @@ import json
 import os
 import re
 import reprlib
-import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,7 +17,7 @@ from mezzo_core.data import SourceConfig
 from mezzo_core.data.hub import HUB_PREFIX
 from mezzo_core.data.texts import TextConfig, name_texts
 from mezzo_core.errors import UserError
-from mezzo_core.files import acquire, read_json, remove_scratch, write_whole
+from mezzo_core.files import acquire, read_json, remove, remove_scratch, write_whole
 from mezzo_core.nn.checkpoint import check_replaceable, weights_checksum
 from mezzo_core.paths import check_writable
 from mezzo_core.train.config import TrainConfig
@@ -289,9 +288,6 @@ def _remove_run(out: Path) -> None:
     checkpoints = out / "checkpoints"
     others = (out / name for name in _WRITTEN if name != checkpoints.name)
     for path in (*checkpoints.glob("step-*"), *checkpoints.glob(".step-*"), *others):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        remove(path)
     with suppress(OSError):  # where other files are left
         checkpoints.rmdir()
