@@ -12,7 +12,7 @@ import torch
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn import AbstractBlock, AbstractMixer, MixerConfig
 from mezzo_core.nn.block import AbstractMixerBlock
-from mezzo_core.ops.checks import check_size
+from mezzo_core.ops.checks import check_size, is_read
 from mezzo_core.positions import sequence_positions
 from torch import Tensor, nn
 
@@ -131,9 +131,7 @@ class Positions(AbstractBlock):
         is_over = place > last
         if lengths is not None:
             is_over = is_over & (torch.arange(T, device=x.device) < lengths[:, None])
-        # Looking at values would stop a GPU's stream or break a graph.
-        is_seen = x.device.type == "cpu" and not torch.compiler.is_compiling()
-        if is_seen and is_over.any():
+        if is_read(is_over) and is_over.any():
             raise ValueError(f"a sequence is longer than the {self.num_positions} positions of x")
         y = x + self.embed(place.clamp(max=last))
         if state is None:

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from mezzo_core.ops.checks import check_size
+from mezzo_core.ops.checks import check_size, is_read
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.linear_cross_entropy import op, reference
 from mezzo_core.ops.precision import autocast_dtype
@@ -82,8 +82,7 @@ def _check(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> tor
             f"{name}: x and weight must have one dtype outside autocast, "
             f"got {x.dtype} and {weight.dtype}"
         )
-    # Reading values would wait for a GPU or break a graph.
-    if targets.device.type == "cpu" and not torch.compiler.is_compiling() and targets.numel() > 0:
+    if is_read(targets):
         V = weight.shape[0]
         wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= V))]
         if wrong.numel() > 0:
