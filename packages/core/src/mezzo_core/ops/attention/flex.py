@@ -6,7 +6,7 @@ positions, in any order, it is computed from the smallest and the largest in eac
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -139,9 +139,7 @@ def make_block_mask(
     tokens = torch.arange(T, device=device)
     ids = None if cu_seqlens is None else owners(cu_seqlens, T)
     first, last = seen_interval(tokens, S, causal, window_size, cu_seqlens, ids)
-    num_partial, partial, num_full, full = interval_blocks(first, last, S)
-    mask_mod = _mask_mod(causal, window_size, ids)
-    return _mask_of((num_partial, partial), (num_full, full), (T, S), mask_mod)
+    return _mask_of(interval_blocks(first, last, S), (T, S), _mask_mod(causal, window_size, ids))
 
 
 def make_position_mask(
@@ -149,7 +147,6 @@ def make_position_mask(
 ) -> tuple[BlockMask, Distance]:
     """Return the block mask of positions (B, T) and (B, S), and the distance that they define."""
     *blocks, q_at, k_at = position_blocks(q_positions, k_positions, causal, window_size)
-    num_partial, partial, num_full, full = blocks
 
     def distance(b: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return q_at[b, i] - k_at[b, j]
@@ -163,27 +160,26 @@ def make_position_mask(
         return visible
 
     lengths = (q_positions.shape[1], k_positions.shape[1])
-    return _mask_of((num_partial, partial), (num_full, full), lengths, mask_mod), distance
+    return _mask_of(blocks, lengths, mask_mod), distance
 
 
 def _mask_of(
-    partial: tuple[Tensor, Tensor],
-    full: tuple[Tensor, Tensor],
-    lengths: tuple[int, int],
-    mask_mod: Callable[..., Tensor],
+    blocks: Sequence[Tensor], lengths: tuple[int, int], mask_mod: Callable[..., Tensor]
 ) -> BlockMask:
-    """Build the mask from the blocks seen in part and those seen fully: counts and indices."""
-    q_partial, q_full = transposed_blocks(*partial), transposed_blocks(*full)
+    """Build the mask from what `interval_blocks` or `position_blocks` returns of the blocks."""
+    num_partial, partial, num_full, full = blocks
+    q_num_partial, q_partial = transposed_blocks(num_partial, partial)
+    q_num_full, q_full = transposed_blocks(num_full, full)
     return BlockMask(
         seq_lengths=lengths,
-        kv_num_blocks=partial[0],
-        kv_indices=partial[1],
-        full_kv_num_blocks=full[0],
-        full_kv_indices=full[1],
-        q_num_blocks=q_partial[0],
-        q_indices=q_partial[1],
-        full_q_num_blocks=q_full[0],
-        full_q_indices=q_full[1],
+        kv_num_blocks=num_partial,
+        kv_indices=partial,
+        full_kv_num_blocks=num_full,
+        full_kv_indices=full,
+        q_num_blocks=q_num_partial,
+        q_indices=q_partial,
+        full_q_num_blocks=q_num_full,
+        full_q_indices=q_full,
         BLOCK_SIZE=(BLOCK, BLOCK),
         mask_mod=mask_mod,
     )
