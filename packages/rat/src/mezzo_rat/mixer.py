@@ -227,9 +227,7 @@ class RAT(AbstractMixer):
         output gate H D. Sigmoids, exponentials and RoPE are not counted.
         """
         width = self.widths[1]
-        weights = sum(
-            part.weight.numel() for part in self.children() if isinstance(part, nn.Linear)
-        )
+        weights = sum(weight.numel() for weight in self.parameters() if weight.ndim == 2)
         logits = mean_logits(num_tokens, self.config.chunk_size)
         return 2 * weights + 6 * width + 4 * width * logits + width
 

@@ -252,9 +252,7 @@ class RATReversed(AbstractMixer):
         Projections; attention 4 C a key over the mean number of keys l + 1; h 3 C; output gate C.
         """
         C, L = self.d_model, self.config.chunk_size
-        weights = sum(
-            part.weight.numel() for part in self.children() if isinstance(part, nn.Linear)
-        )
+        weights = sum(weight.numel() for weight in self.parameters() if weight.ndim == 2)
         full, rest = divmod(num_tokens, L)
         keys = (full * L * (L + 1) / 2 + rest * (rest + 1) / 2) / max(num_tokens, 1)
         return 2 * weights + 4 * C * keys + 4 * C
