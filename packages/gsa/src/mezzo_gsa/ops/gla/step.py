@@ -11,6 +11,7 @@ from mezzo_core.ops.checks import check_floating
 from mezzo_core.ops.form import schema_of
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.precision import accumulation_dtype, without_autocast
+from mezzo_core.ops.shapes import Shapes
 from mezzo_core.positions import apply_rope, rope_angles
 from torch import Tensor
 from torch.nn import functional as F
@@ -26,7 +27,7 @@ from mezzo_gsa.ops.gla.arguments import (
 )
 from mezzo_gsa.ops.gla.reference import gla_step
 
-PLACES = (torch.int32, torch.int64)
+_LAYER = Shapes(norm_weight="D", z="B C | None", places="int: B | None")
 
 
 def step_gla_(
@@ -193,29 +194,14 @@ def _check_layer(
     places: Tensor | None,
     form: LayerForm,
 ) -> None:
-    (B, HQ, _), V = q.shape, v.shape[2]
-    check_floating(op, "norm_weight", norm_weight)
-    if z is not None:
-        check_floating(op, "z", z)
-    if norm_weight.shape not in ((V,), (HQ * V,)):
-        raise ValueError(
-            f"{op}: norm_weight must be ({V},) or ({HQ * V},), got {tuple(norm_weight.shape)}"
-        )
-    if z is not None and z.shape != (B, HQ * V):
-        raise ValueError(f"{op}: z must be {(B, HQ * V)}, got {tuple(z.shape)}")
+    (B, HQ, K), V = q.shape, v.shape[2]
+    sizes = _LAYER.check(op, norm_weight, z, places, device=q.device, B=B, C=HQ * V)
+    if sizes["D"] != V and sizes["D"] != HQ * V:
+        raise ValueError(f"{op}: norm_weight must be ({V},) or ({HQ * V},), got ({sizes['D']},)")
     if (places is None) != (form.rope_base is None):
         raise ValueError(f"{op}: places and form.rope_base must be given both or neither")
-    if places is not None and q.shape[2] % 2:
+    if places is not None and K % 2:
         raise ValueError(f"{op}: q must have an even width to be turned, got {tuple(q.shape)}")
-    if places is not None and not isinstance(places, Tensor):
-        raise TypeError(f"{op}: places must be a tensor, got {type(places).__name__}")
-    if places is not None and (places.shape != (B,) or places.dtype not in PLACES):
-        raise ValueError(
-            f"{op}: places must be int32 or int64 ({B},), got {places.dtype} {tuple(places.shape)}"
-        )
-    for name, x in (("norm_weight", norm_weight), ("z", z), ("places", places)):
-        if x is not None and x.device != q.device:
-            raise ValueError(f"{op}: {name} is on {x.device}, q on {q.device}")
 
 
 def _unsupported(q: Tensor, v: Tensor, state: Tensor) -> str | None:
