@@ -12,6 +12,7 @@ from mezzo_core.ops.checks import FLOATING, check_floating, check_number, check_
 from mezzo_core.ops.form import schema_of
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.precision import without_autocast
+from mezzo_core.ops.shapes import Shapes
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -33,6 +34,9 @@ from mezzo_gsa.ops.gsa.arguments import (
 )
 from mezzo_gsa.ops.gsa.reference import gsa_step
 from mezzo_gsa.ops.norms import gated_norm
+
+_STATE = Shapes(k="B H M K", v="B H M V")
+_VECTORS = Shapes(gate_logits="HM | None", norm_weight="C | None")
 
 
 def step_gsa_(
@@ -175,29 +179,15 @@ def check_projected(
     """Check the arguments of steps from a projection, with x (B, W) of one token."""
     check_kind(op, "state", state, GSAState)
     check_floating(op, "x", x)
-    for name, part in (("gate_logits", gate_logits), ("norm_weight", norm_weight)):
-        if part is not None:
-            check_floating(op, name, part)
-    if state.k.ndim != 4 or state.v.ndim != 4:
-        raise ValueError(
-            f"{op}: state must be (B, H, M, K) and (B, H, M, V), "
-            f"got {tuple(state.k.shape)} and {tuple(state.v.shape)}"
-        )
-    _, H, M, K = state.k.shape
-    V = state.v.shape[3]
+    sizes = _STATE.check(op, *state, of="state.")
+    H, M, K, V = (sizes[letter] for letter in "HMKV")
     check_size(op, "num_heads", num_heads)
     if H < 1 or num_heads % H:
         raise ValueError(f"{op}: num_heads must be a multiple of the state's {H}, got {num_heads}")
     W = (num_heads + H) * K + H * V + (H * M if gate_logits is None else 0)
     if x.ndim != 2 or x.shape[1] != W:
         raise ValueError(f"{op}: x must be (B, {W}) for this state, got {tuple(x.shape)}")
-    widths = (("gate_logits", gate_logits, H * M), ("norm_weight", norm_weight, num_heads * V))
-    for name, part, width in widths:
-        if part is not None and (part.shape != (width,) or part.device != x.device):
-            raise ValueError(
-                f"{op}: {name} must be ({width},) on {x.device}, "
-                f"got {tuple(part.shape)} on {part.device}"
-            )
+    _VECTORS.check(op, gate_logits, norm_weight, device=x.device, HM=H * M, C=num_heads * V)
     check_between(op, form.between)
     check_number(op, "scale", form.scale)
     check_number(op, "damping", form.damping, positive=True)
