@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from jaxtyping import Float, Int
 from mezzo_core.ops.checks import check_counts, check_lengths, check_number, check_size
-from mezzo_core.ops.impl import triton_runs_on
+from mezzo_core.ops.impl import resolve_impl
 from mezzo_core.ops.packed import check_borders, check_cu_seqlens
 from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype, autocast_dtype
@@ -141,11 +141,7 @@ def _resolve(impl: Any, x: Tensor, dtype: torch.dtype, num_heads: int) -> str:
         return "reference"
     if impl == "auto":
         return "triton" if x.is_cuda and unsupported is None else "eager"
-    if impl == "triton" and not triton_runs_on(x.device):
-        raise ValueError(f'{OP}: impl="triton" needs CUDA tensors, got tensors on {x.device}')
-    if impl == "triton" and unsupported is not None:
-        raise ValueError(f'{OP}: impl="triton" does not support {unsupported}')
-    return impl
+    return resolve_impl(OP, impl, x.device, unsupported) if impl == "triton" else impl
 
 
 def _checked_form(
