@@ -2,18 +2,17 @@
 
 from dataclasses import dataclass
 
-import torch
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
 from mezzo_core.nn.norm import is_plain_norm
 from mezzo_core.ops.checks import check_size
 from mezzo_core.ops.padding import without_padding
-from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mezzo_gsa.gsa import head_width
+from mezzo_gsa.heads import state_zeros
 from mezzo_gsa.ops import ABCState, Reading, chunk_abc, step_abc_
 from mezzo_gsa.ops.gates import skip_padding
 from mezzo_gsa.ops.norms import gated_norm
@@ -111,10 +110,9 @@ class ABC(AbstractMixer):
     def init_state(self, batch: int) -> ABCState:
         """Return the state before the first token: empty memories and empty sums."""
         weight = self.out_proj.weight
-        dtype, device = accumulation_dtype(weight.dtype), weight.device
         shape = (batch, self.config.num_heads, self.config.num_slots)
-        k, v = (torch.zeros(*shape, self.head_dim, dtype=dtype, device=device) for _ in range(2))
-        return ABCState(k, v, torch.full(shape, float("-inf"), dtype=dtype, device=device))
+        k, v = (state_zeros(weight, *shape, self.head_dim) for _ in range(2))
+        return ABCState(k, v, state_zeros(weight, *shape).fill_(float("-inf")))
 
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs a token: projections, the update of the state, 4 M C to read it.

@@ -14,7 +14,7 @@ from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.positions import apply_rope, rope_angles, sequence_positions
 from torch import Tensor
 
-from mezzo_gsa.heads import norm_and_gate, plan_heads
+from mezzo_gsa.heads import norm_and_gate, plan_heads, state_zeros
 from mezzo_gsa.ops import ABCState, chunk_abc, step_abc_
 from mezzo_gsa.ops.gates import skip_padding
 
@@ -140,12 +140,10 @@ class GatedABC(AbstractMixer):
     def init_state(self, batch: int) -> GatedABCState:
         """Return the state before the first token: empty memories and empty sums."""
         _, H, K, V = self.heads
-        weight = self.out_proj.weight
-        dtype, device = accumulation_dtype(weight.dtype), weight.device
-        shape = (batch, H, self.config.num_slots)
-        k, v = (torch.zeros(*shape, width, dtype=dtype, device=device) for width in (K, V))
-        z = torch.full(shape, float("-inf"), dtype=dtype, device=device)
-        return GatedABCState(k, v, z, torch.zeros(batch, dtype=torch.int64, device=device))
+        weight, shape = self.out_proj.weight, (batch, H, self.config.num_slots)
+        k, v = (state_zeros(weight, *shape, width) for width in (K, V))
+        z = state_zeros(weight, *shape).fill_(float("-inf"))
+        return GatedABCState(k, v, z, torch.zeros(batch, dtype=torch.int64, device=z.device))
 
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs a token of the recurrent form.

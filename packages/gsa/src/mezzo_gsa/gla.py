@@ -3,13 +3,11 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn.linear import Linear
 from mezzo_core.nn.norm import RMSNorm, is_plain_norm
 from mezzo_core.ops.checks import check_number, check_size
 from mezzo_core.ops.padding import without_padding
-from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
 from mezzo_gsa.heads import (
@@ -18,6 +16,7 @@ from mezzo_gsa.heads import (
     apply_feature_map,
     norm_and_gate,
     plan_heads,
+    state_zeros,
 )
 from mezzo_gsa.ops import LayerForm, chunk_gla, step_gla_layer_
 from mezzo_gsa.ops.gates import log_gate, skip_padding
@@ -136,9 +135,7 @@ class GLA(AbstractConvertible):
     def init_state(self, batch: int) -> GLAState:
         """Return the state before the first token."""
         _, H, K, V = self.heads
-        weight = self.out_proj.weight
-        dtype = accumulation_dtype(weight.dtype)
-        return GLAState(torch.zeros(batch, H, K, V, dtype=dtype, device=weight.device))
+        return GLAState(state_zeros(self.out_proj.weight, batch, H, K, V))
 
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs a token of the recurrent form.

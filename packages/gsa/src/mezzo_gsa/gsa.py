@@ -15,7 +15,7 @@ from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mezzo_gsa.heads import AbstractConvertible
+from mezzo_gsa.heads import AbstractConvertible, state_zeros
 from mezzo_gsa.ops import (
     Between,
     GSAState,
@@ -260,11 +260,8 @@ class GSA(AbstractConvertible):
 
     def init_state(self, batch: int) -> GSAState:
         """Return the state before the first token: empty memories."""
-        weight = self.out_proj.weight
         shape = (batch, self.num_kv_heads, self.config.num_slots, self.head_dim)
-        dtype = accumulation_dtype(weight.dtype)
-        fields = GSAState._fields
-        return GSAState(*(torch.zeros(shape, dtype=dtype, device=weight.device) for _ in fields))
+        return GSAState(*(state_zeros(self.out_proj.weight, *shape) for _ in GSAState._fields))
 
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs a token: projections, 3 for each number of the state, 4 M HQ D.

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.norm import is_plain_norm
 from mezzo_core.ops.checks import check_number, check_size
+from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 
 from mezzo_gsa.ops.norms import gated_norm
@@ -98,6 +99,11 @@ def norm_and_gate(norm: nn.Module, eps: float, out: Tensor, z: Tensor | None) ->
         return gated_norm(out, cast(Tensor, norm.weight), eps, z=z).flatten(-2)
     y = norm(out).flatten(-2)
     return y if z is None else y * F.silu(z)
+
+
+def state_zeros(weight: Tensor, *shape: int) -> Tensor:
+    """Return zeros for the state of a mixer with this weight, in the precision of its sums."""
+    return torch.zeros(shape, dtype=accumulation_dtype(weight.dtype), device=weight.device)
 
 
 class AbstractConvertible(AbstractMixer):

@@ -2,18 +2,16 @@
 
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
 from mezzo_core.nn.norm import RMSNorm, is_plain_norm
 from mezzo_core.ops.checks import check_number, check_size
 from mezzo_core.ops.padding import without_padding
-from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
 from mezzo_gsa.gla import GLAState
-from mezzo_gsa.heads import Heads
+from mezzo_gsa.heads import Heads, state_zeros
 from mezzo_gsa.ops import LayerForm, chunk_gla, step_gla_layer_
 from mezzo_gsa.ops.gates import bounded_gate, log_gate, skip_padding
 from mezzo_gsa.ops.gla.arguments import check_log_bounds
@@ -140,9 +138,8 @@ class HGRN2(AbstractMixer):
 
     def init_state(self, batch: int) -> GLAState:
         """Return the state before the first token."""
-        weight, (_, H, K, V) = self.out_proj.weight, self.heads
-        dtype = accumulation_dtype(weight.dtype)
-        return GLAState(torch.zeros(batch, H, K, V, dtype=dtype, device=weight.device))
+        _, H, K, V = self.heads
+        return GLAState(state_zeros(self.out_proj.weight, batch, H, K, V))
 
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs a token: projections 2·4C², update and reading of S 5 C D."""

@@ -14,6 +14,7 @@ from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.ops.scan import linear_scan
 from torch import Tensor, nn
 
+from mezzo_gsa.heads import state_zeros
 from mezzo_gsa.short_conv import Past, ShortConv
 
 SHORTEST, LONGEST = 1e-3, 0.1  # the time steps that channels start with
@@ -132,8 +133,7 @@ class Mamba(AbstractMixer):
         """Return the state before the first token."""
         weight, E = self.out_proj.weight, self.skip.shape[0]
         sizes = ((batch, self.config.conv_width - 1, E), (batch, E, self.config.state_size))
-        dtype = accumulation_dtype(weight.dtype)
-        return MambaState(*(torch.zeros(size, dtype=dtype, device=weight.device) for size in sizes))
+        return MambaState(*(state_zeros(weight, *size) for size in sizes))
 
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs a token of the recurrent form.

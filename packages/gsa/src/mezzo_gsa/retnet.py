@@ -27,6 +27,7 @@ from mezzo_gsa.heads import (
     apply_feature_map,
     norm_and_gate,
     plan_heads,
+    state_zeros,
 )
 from mezzo_gsa.ops import LayerForm, chunk_gla, step_gla_layer_
 from mezzo_gsa.ops.gates import skip_padding
@@ -203,12 +204,8 @@ class RetNet(AbstractConvertible):
     def init_state(self, batch: int) -> RetNetState:
         """Return the state before the first token."""
         HQ, _, K, V = self.heads
-        weight = self.out_proj.weight
-        dtype = accumulation_dtype(weight.dtype)
-        return RetNetState(
-            torch.zeros(batch, HQ, K, V, dtype=dtype, device=weight.device),
-            torch.zeros(batch, dtype=torch.int64, device=weight.device),
-        )
+        h = state_zeros(self.out_proj.weight, batch, HQ, K, V)
+        return RetNetState(h, torch.zeros(batch, dtype=torch.int64, device=h.device))
 
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the forward FLOPs a token of the recurrent form.
