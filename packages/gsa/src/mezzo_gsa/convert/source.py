@@ -7,7 +7,7 @@ from mezzo_core.data import load_tokenizer
 from mezzo_core.data.hub import HUB_PREFIX, hub_name, reach_hub
 from mezzo_core.errors import UserError
 from mezzo_core.inputs import describe_tokenizer
-from mezzo_core.libraries import import_library
+from mezzo_core.libraries import import_library, library_errors
 from mezzo_core.nn.checkpoint import find_model, load_model
 from mezzo_core.nn.llama import is_llama, load_llama, local_tokenizer
 from mezzo_core.nn.lm import LMConfig
@@ -68,11 +68,9 @@ def download(source: str) -> Path:
     name = hub_name("source", source)
     library = import_library("huggingface_hub", "hub")
     reach_hub(source)
-    try:
-        return Path(library.snapshot_download(name, allow_patterns=list(FILES)))
-    except Exception as error:  # the library and the hub raise errors of every kind
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UserError(f"cannot get {source!r} from the hub: {reason}") from error
+    with library_errors(f"cannot get {source!r} from the hub"):
+        folder = library.snapshot_download(name, allow_patterns=list(FILES))
+    return Path(folder)
 
 
 def _tokenizer_of(folder: Path, source: str) -> str:
