@@ -130,40 +130,20 @@ class Attention(AbstractMixer):
         self.check_input(x, state, cu_seqlens, lengths)
         if state is not None:
             check_cache(state, self.config.window_size)
-        T = x.shape[1]
-        x = without_padding(x, lengths)
-        start = None if state is None else state.lengths
-        positions = sequence_positions(T, cu_seqlens, start, x.device)
-        q, k, v = self._project(x)
+        q, k, v = self._project(without_padding(x, lengths))
         if (base := self.config.rope_base) is not None:
+            start = None if state is None else state.lengths
+            positions = sequence_positions(x.shape[1], cu_seqlens, start, x.device)
             dtype = accumulation_dtype(q.dtype)
             angles = rope_angles(
                 positions, self.config.head_dim, base, self.config.rope_scaling, dtype=dtype
             )
             q, k = apply_rope(q, *angles), apply_rope(k, *angles)
-        slopes = self._slopes(q)
-        q_positions, k_positions = None, None
-        # With an empty cache, queries only see this call's keys: plain causal attention.
-        if state is not None and state.k.shape[1] > 0:
-            # Under autocast, init_state gave the cache the weights' dtype: cast it to that of k.
-            k = torch.cat([state.k.to(k.dtype), k], 1)
-            v = torch.cat([state.v.to(v.dtype), v], 1)
-            cached = ring_positions(state.lengths, state.k.shape[1])
-            q_positions, k_positions = positions, torch.cat([cached, positions], 1)
-        out = attention(
-            q,
-            k,
-            v,
-            window_size=self.config.window_size,
-            alibi_slopes=slopes,
-            cu_seqlens=cu_seqlens,
-            q_positions=q_positions,
-            k_positions=k_positions,
-        ).out
-        y = self.wo(out.flatten(2))
-        if state is None:
-            return y, None
-        return y, self._keep(state, k, v, state.lengths + (T if lengths is None else lengths))
+        W, alibi = self.config.window_size, self.config.alibi
+        out, state = attend_and_keep(
+            q, k, v, state, window_size=W, alibi=alibi, cu_seqlens=cu_seqlens, lengths=lengths
+        )
+        return self.wo(out.flatten(2)), state
 
     def step(self, x: Tensor, state: KVCache) -> Tensor:
         """Decode one token of every row, (B, 1, C) to (B, 1, C); see `AbstractMixer.step`."""
@@ -171,7 +151,7 @@ class Attention(AbstractMixer):
         new_q, new_k, new_v = (part[:, 0] for part in self._project(x))
         base, scaling = self.config.rope_base, self.config.rope_scaling
         q = append_token_(new_q, new_k, new_v, *state, rope_base=base, rope_scaling=scaling)
-        out = decode_attention(q, *state, alibi_slopes=self._slopes(new_q))
+        out = decode_attention(q, *state, alibi_slopes=_slopes(new_q, self.config.alibi))
         # Attention ran in the cache's dtype; the projection runs in the token's.
         return self.wo(out.to(new_q.dtype).flatten(1)[:, None])
 
@@ -198,30 +178,6 @@ class Attention(AbstractMixer):
             return self.q_norm(q.unflatten(2, width)), self.k_norm(k.unflatten(2, width)), v
         return self.q_norm(q).unflatten(2, width), self.k_norm(k).unflatten(2, width), v
 
-    def _slopes(self, q: Tensor) -> Tensor | None:
-        if self.config.alibi is None:
-            return None
-        dtype = accumulation_dtype(q.dtype)
-        return alibi_slopes(self.num_heads, self.config.alibi, device=q.device, dtype=dtype)
-
-    def _keep(self, old: KVCache, k: Tensor, v: Tensor, lengths: Tensor) -> KVCache:
-        """Return the new cache; k and v hold the old cache's slots, then this call's tokens."""
-        old_slots, S = old.k.shape[1], _num_slots(k.shape[1], self.config.window_size)
-        if old_slots == 0 and k.shape[1] == S:
-            return KVCache(k, v, lengths)
-        if k.shape[1] == S:  # old tokens keep their slots, and new ones go behind them
-            slots = old.lengths[:, None] + torch.arange(S - old_slots, device=lengths.device)
-            slots = slots[:, :, None, None].expand(-1, -1, *k.shape[2:])
-            k, v = (x.scatter(1, slots, x[:, old_slots:]) for x in (k, v))
-            return KVCache(k, v, lengths)
-        position = ring_positions(lengths, S)
-        is_new = position >= old.lengths[:, None]
-        index = torch.where(
-            is_new, position - old.lengths[:, None] + old_slots, position % max(old_slots, 1)
-        )
-        index = index[:, :, None, None].expand(-1, -1, *k.shape[2:])
-        return KVCache(k.gather(1, index), v.gather(1, index), lengths)
-
     def init_state(self, batch: int) -> KVCache:
         """Return an empty cache for `batch` rows."""
         return empty_cache(batch, self.num_kv_heads, self.config.head_dim, self.wk.weight)
@@ -243,6 +199,72 @@ class Attention(AbstractMixer):
         # Token t sees min(t + 1, W) keys: 1 + 2 + ... + W, then W for each of the other T - W.
         keys = window * (window + 1) / 2 + (num_tokens - window) * window
         return 2 * weights + 4 * self.wq.out_features * keys / max(num_tokens, 1)
+
+
+def attend_and_keep(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: KVCache | None,
+    *,
+    window_size: int | None,
+    alibi: AlibiFormula | None,
+    cu_seqlens: Tensor | None,
+    lengths: Tensor | None,
+) -> tuple[Tensor, KVCache | None]:
+    """Attend to the tokens of a cache, which may be None, and to those of this call.
+
+    Returns:
+        The output (B, T, HQ, D), and the cache with this call's keys and values.
+    """
+    T, q_positions, k_positions = q.shape[1], None, None
+    # With an empty cache, queries only see this call's keys: plain causal attention.
+    if cache is not None and cache.k.shape[1] > 0:
+        # Under autocast, init_state gave the cache the weights' dtype: cast it to that of k.
+        k = torch.cat([cache.k.to(k.dtype), k], 1)
+        v = torch.cat([cache.v.to(v.dtype), v], 1)
+        cached = ring_positions(cache.lengths, cache.k.shape[1])
+        q_positions = sequence_positions(T, None, cache.lengths, q.device)
+        k_positions = torch.cat([cached, q_positions], 1)
+    out = attention(
+        q,
+        k,
+        v,
+        window_size=window_size,
+        alibi_slopes=_slopes(q, alibi),
+        cu_seqlens=cu_seqlens,
+        q_positions=q_positions,
+        k_positions=k_positions,
+    ).out
+    if cache is None:
+        return out, None
+    return out, _keep(cache, k, v, cache.lengths + (T if lengths is None else lengths), window_size)
+
+
+def _slopes(q: Tensor, alibi: AlibiFormula | None) -> Tensor | None:
+    """Return the slopes of the heads of q (..., HQ, D); None without ALiBi."""
+    if alibi is None:
+        return None
+    return alibi_slopes(q.shape[-2], alibi, device=q.device, dtype=accumulation_dtype(q.dtype))
+
+
+def _keep(old: KVCache, k: Tensor, v: Tensor, lengths: Tensor, window_size: int | None) -> KVCache:
+    """Return the new cache; k and v hold the old cache's slots, then this call's tokens."""
+    old_slots, S = old.k.shape[1], _num_slots(k.shape[1], window_size)
+    if old_slots == 0 and k.shape[1] == S:
+        return KVCache(k, v, lengths)
+    if k.shape[1] == S:  # old tokens keep their slots, and new ones go behind them
+        slots = old.lengths[:, None] + torch.arange(S - old_slots, device=lengths.device)
+        slots = slots[:, :, None, None].expand(-1, -1, *k.shape[2:])
+        k, v = (x.scatter(1, slots, x[:, old_slots:]) for x in (k, v))
+        return KVCache(k, v, lengths)
+    position = ring_positions(lengths, S)
+    is_new = position >= old.lengths[:, None]
+    index = torch.where(
+        is_new, position - old.lengths[:, None] + old_slots, position % max(old_slots, 1)
+    )
+    index = index[:, :, None, None].expand(-1, -1, *k.shape[2:])
+    return KVCache(k.gather(1, index), v.gather(1, index), lengths)
 
 
 def empty_cache(batch: int, num_heads: int, head_dim: int, like: Tensor) -> KVCache:

@@ -20,12 +20,13 @@ from typing import Literal, NamedTuple
 import torch
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn import AbstractMixer
+from mezzo_core.nn.attention import KVCache, attend_and_keep
 from mezzo_core.nn.linear import Linear
 from mezzo_core.ops.attention import attention
 from mezzo_core.ops.checks import check_size
 from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
-from mezzo_core.positions import AlibiFormula, alibi_slopes, ring_positions, sequence_positions
+from mezzo_core.positions import AlibiFormula
 from torch import Tensor, nn
 
 from mezzo_drt.places import packed_chunks
@@ -151,7 +152,11 @@ class BlockRecurrent(AbstractMixer):
             return x, state
         x = without_padding(x, lengths)
         q, q_states, k, v = self._heads(self.token_qkv(x))
-        own = self._attend_window(q, k, v, state, cu_seqlens)
+        cache = None if state is None else KVCache(state.k, state.v, state.seen)
+        W, alibi = self.config.window_size, self.config.alibi
+        own, cache = attend_and_keep(
+            q, k, v, cache, window_size=W, alibi=alibi, cu_seqlens=cu_seqlens, lengths=lengths
+        )
         seen = torch.zeros(B, dtype=torch.int64, device=x.device) if state is None else state.seen
         after = seen + (T if lengths is None else lengths)
         blocks = (
@@ -161,46 +166,14 @@ class BlockRecurrent(AbstractMixer):
         )
         s, read = self._run_states(q_states, k, v, state, blocks)
         y = self.token_out(torch.cat([own.flatten(2), read.flatten(2)], -1))
-        if state is None:
+        if state is None or cache is None:
             return y, None
-        k, v = self._keep(state.k, k, seen, after), self._keep(state.v, v, seen, after)
-        return y, BlockRecurrentState(k, v, s.to(state.s.dtype), after)
+        return y, BlockRecurrentState(cache.k, cache.v, s.to(state.s.dtype), after)
 
     def _heads(self, projected: Tensor) -> tuple[Tensor, ...]:
         """Cut (B, X, 4 C) into four of (B, X, H, D)."""
         heads = (self.num_heads, self.config.head_dim)
         return tuple(part.unflatten(-1, heads) for part in projected.chunk(4, -1))
-
-    def _attend_window(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: BlockRecurrentState | None,
-        cu_seqlens: Tensor | None,
-    ) -> Tensor:
-        """Attend to the last W tokens."""
-        W, formula = self.config.window_size, self.config.alibi
-        q_positions, k_positions = None, None
-        if state is not None:
-            q_positions = sequence_positions(q.shape[1], None, state.seen, q.device)
-            k_positions = torch.cat([ring_positions(state.seen, W), q_positions], 1)
-            k = torch.cat([state.k.to(k.dtype), k], 1)
-            v = torch.cat([state.v.to(v.dtype), v], 1)
-        slopes = None
-        if formula is not None:
-            dtype = accumulation_dtype(q.dtype)
-            slopes = alibi_slopes(self.num_heads, formula, device=q.device, dtype=dtype)
-        return attention(
-            q,
-            k,
-            v,
-            window_size=W,
-            alibi_slopes=slopes,
-            cu_seqlens=cu_seqlens,
-            q_positions=q_positions,
-            k_positions=k_positions,
-        ).out
 
     def _run_states(
         self,
@@ -280,16 +253,6 @@ class BlockRecurrent(AbstractMixer):
         # An incomplete block may count as complete: its sequence ends, so nobody reads its states.
         slot = blocks.chunk * L + blocks.offset
         return _Blocks(slot[None], is_first[None], torch.ones_like(is_first)[None])
-
-    def _keep(self, ring: Tensor, new: Tensor, seen: Tensor, after: Tensor) -> Tensor:
-        """Return the ring (B, W, H, D) with this call's keys or values (B, T, H, D)."""
-        W = self.config.window_size
-        position = ring_positions(after, W)
-        index = (position - seen[:, None])[..., None, None]
-        taken = new.to(ring.dtype).gather(
-            1, index.clamp(0, new.shape[1] - 1).expand(-1, -1, *new.shape[2:])
-        )
-        return torch.where(index >= 0, taken, ring)
 
     def init_state(self, batch: int) -> BlockRecurrentState:
         """Return the state before the first token; `forward` replaces its zeros by the weights."""
