@@ -6,11 +6,14 @@ A single process never imports FSDP, which takes long.
 from collections.abc import Callable
 from functools import wraps
 from types import MethodType
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeGuard, TypeVar
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -65,13 +68,18 @@ def whole_weights(model: nn.Module) -> dict[str, Any]:
     return get_model_state_dict(model, options=options)
 
 
-def lacks_weights(model: nn.Module) -> bool:
-    """Tell whether other processes hold parts of any of the model's weights."""
+def is_part(value: Tensor) -> "TypeGuard[DTensor]":
+    """Tell whether the processes each hold a part of the tensor."""
     if not dist.is_initialized():
         return False
     from torch.distributed.tensor import DTensor
 
-    return any(isinstance(weight, DTensor) for weight in model.parameters())
+    return isinstance(value, DTensor)
+
+
+def lacks_weights(model: nn.Module) -> bool:
+    """Tell whether other processes hold parts of any of the model's weights."""
+    return any(is_part(weight) for weight in model.parameters())
 
 
 def check_whole(model: nn.Module) -> None:

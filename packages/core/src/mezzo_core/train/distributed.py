@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple, TypeGuard, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,6 @@ from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError
 from mezzo_core.libraries import first_line
 from mezzo_core.nn.sharded import has_parts
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 _GLOO_SECONDS = 0.3
 _groups = itertools.count()
@@ -239,15 +236,6 @@ def shard(model: nn.Module, units: Sequence[nn.Module], world: World) -> None:
         # and divided afterwards.
         sum_and_divide = world.device.type == "cpu"
         fully_shard(part, mesh=mesh).set_force_sum_reduction_for_comms(sum_and_divide)
-
-
-def is_part(value: Tensor) -> "TypeGuard[DTensor]":
-    """Tell whether the processes each hold a part of the tensor."""
-    if not dist.is_initialized():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(value, DTensor)
 
 
 def backward(loss: Tensor, model: nn.Module, world: World, *, is_last: bool) -> None:

@@ -23,7 +23,7 @@ from mezzo_core.errors import FailedRunError, UserError
 from mezzo_core.eval.evaluate import Evaluation, evaluate
 from mezzo_core.nn.checkpoint import save_model
 from mezzo_core.nn.lm import LM
-from mezzo_core.nn.sharded import has_parts, whole_weights
+from mezzo_core.nn.sharded import has_parts, is_part, whole_weights
 from mezzo_core.train.build import (
     LossFunction,
     begin_data,
@@ -36,7 +36,7 @@ from mezzo_core.train.build import (
 from mezzo_core.train.checkpoint import Checkpoints
 from mezzo_core.train.config import TrainConfig
 from mezzo_core.train.context import own_parts, part_borders
-from mezzo_core.train.distributed import World, backward, is_part, join_world
+from mezzo_core.train.distributed import World, backward, join_world
 from mezzo_core.train.folder import check_corpus, check_folder, claim_folder, hold_folder, in_words
 from mezzo_core.train.log import RunLog
 from mezzo_core.train.meter import Meter, StepRow

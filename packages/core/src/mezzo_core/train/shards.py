@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from mezzo_core.errors import UserError
 from mezzo_core.nn.checkpoint import current_name
-from mezzo_core.train.distributed import is_part
+from mezzo_core.nn.sharded import is_part
 
 # The names that safetensors gives to types. `write_shard` writes the format itself, because the
 # library's writer holds a whole file in memory and computes no checksums.
