@@ -212,7 +212,10 @@ def attend_and_keep(
     cu_seqlens: Tensor | None,
     lengths: Tensor | None,
 ) -> tuple[Tensor, KVCache | None]:
-    """Attend to the tokens of a cache, which may be None, and to those of this call.
+    """Attend to the tokens of a cache, if there is one, and to those of this call.
+
+    q is (B, T, HQ, D), k and v are (B, T, H, D), after RoPE. `window_size` and `alibi` are as in
+    `AttentionConfig`, `cu_seqlens` and `lengths` as in `AbstractMixer.forward`.
 
     Returns:
         The output (B, T, HQ, D), and the cache with this call's keys and values.
