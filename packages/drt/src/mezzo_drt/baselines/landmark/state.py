@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 from mezzo_core.ops.checks import check_counts
+from mezzo_core.ops.sizes import ceil_div
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -71,7 +72,7 @@ def grown(state: LandmarkState, num_tokens: int, chunk_size: int) -> LandmarkSta
     N, L = check_chunks(state), chunk_size
     check_counts("LandmarkStack", "state.seen", state.seen, "N L", N * L)
     longest = int(state.seen.max()) if N and len(state.seen) else 0
-    more = max(-(-(longest + num_tokens) // L) - N, 0)
+    more = max(ceil_div(longest + num_tokens, L) - N, 0)
 
     def copied(part: Tensor) -> Tensor:
         """Copy (B, Y, N, ...) with room for more chunks."""

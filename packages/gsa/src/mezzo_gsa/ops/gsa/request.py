@@ -3,7 +3,7 @@
 from typing import Any, NamedTuple
 
 import torch
-from mezzo_core.ops.sizes import next_power_of_2
+from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from torch import Tensor
 
 from mezzo_gsa.ops.chunking.chunks import Chunks
@@ -85,7 +85,7 @@ def chunk_length(dtype: torch.dtype, num_slots: int, longest: int | None = None)
 
 def gate_tiles(num_slots: int) -> int:
     """Return how many tiles of 32 slots the gates of a chunk make, as a power of two."""
-    return 1 << (-(-num_slots // 32) - 1).bit_length()
+    return next_power_of_2(ceil_div(num_slots, 32))
 
 
 class Memory(NamedTuple):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from mezzo_core.ops.checks import check_counts, check_size
 from mezzo_core.ops.named_tuples import replaced
 from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.ops.sizes import ceil_div
 from torch import Tensor
 
 
@@ -86,7 +87,7 @@ def reserve(state: RATState, num_tokens: int, chunk_size: int) -> RATState:
         longest = slots * chunk_size
     else:
         longest = int(state.lengths.max())
-    missing = -(-(longest + num_tokens) // chunk_size) - slots
+    missing = ceil_div(longest + num_tokens, chunk_size) - slots
     if missing <= 0:
         return state
     grow = (0, 0, 0, 0, 0, missing)
