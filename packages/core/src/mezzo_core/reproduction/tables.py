@@ -10,7 +10,7 @@ from typing import Any
 
 from mezzo_core.reproduction.claims import Finding
 from mezzo_core.reproduction.measurement import Entry, How, Measurement
-from mezzo_core.reproduction.outcomes import Outcome
+from mezzo_core.reproduction.outcomes import TRAINED, Outcome
 from mezzo_core.reproduction.published import Claim, Table, Value
 
 FURTHER = ("PPL before", "weights (M)", "tokens/s", "peak GB", "host ms")
@@ -148,7 +148,7 @@ def _origin(ours: Measurement) -> Iterator[str]:
         yield origin["date"]
     if ours.kind == "speed":
         yield f"passes: {len(ours.seeds)}"
-    elif ours.kind in ("training", "recall"):
+    elif ours.kind in TRAINED:
         yield f"seeds: {', '.join(map(str, ours.seeds))}"
     if ours.source:
         yield f"{ours.source}.json"
