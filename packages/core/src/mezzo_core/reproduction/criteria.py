@@ -238,14 +238,14 @@ class Within:
 
     def __call__(self, printed: Table | Claim, ours: Measurement) -> Judgement:
         """Compare each row."""
-        wrong = {}
+        wrong = []
         for group, label in ours.rows:
             theirs, found = (ours.by_seed(label, c, group)[0] for c in ("printed", "ours"))
             # "not ... <=", because a NaN is equal to nothing
             if not abs(found - theirs) <= self.tolerance.get(label, 1e-12) * abs(theirs):
-                wrong[group, label] = f"{label}: printed {theirs:g}, ours {found:g}"
+                wrong.append(f"{label}: printed {theirs:g}, ours {found:g}")
         if wrong:
-            return Judgement(DIFFERS, "; ".join(list(wrong.values())[:SHOWN]), (*wrong.values(),))
+            return Judgement(DIFFERS, "; ".join(wrong[:SHOWN]), tuple(wrong))
         if not ours.rows:
             return Judgement(NOT_SETTLED, "nothing was counted")
         count = len(ours.rows)
