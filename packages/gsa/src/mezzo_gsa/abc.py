@@ -5,17 +5,15 @@ from dataclasses import dataclass
 from mezzo_core.config_json import check_fields
 from mezzo_core.nn.contract import AbstractMixer
 from mezzo_core.nn.linear import Linear
-from mezzo_core.nn.norm import is_plain_norm
 from mezzo_core.ops.checks import check_size
 from mezzo_core.ops.padding import without_padding
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mezzo_gsa.gsa import head_width
-from mezzo_gsa.heads import state_zeros
+from mezzo_gsa.heads import state_zeros, swish_and_norm
 from mezzo_gsa.ops import ABCState, Reading, chunk_abc, step_abc_
 from mezzo_gsa.ops.gates import skip_padding
-from mezzo_gsa.ops.norms import gated_norm
 
 NORM_EPS = 1e-5
 
@@ -102,10 +100,7 @@ class ABC(AbstractMixer):
         return q, k, v, s
 
     def _output(self, out: Tensor) -> Tensor:
-        out, norm = out.flatten(-2), self.norm
-        if is_plain_norm(norm, NORM_EPS):
-            return self.out_proj(gated_norm(out, norm.weight, NORM_EPS))
-        return self.out_proj(norm(F.silu(out)))
+        return self.out_proj(swish_and_norm(self.norm, NORM_EPS, out))
 
     def init_state(self, batch: int) -> ABCState:
         """Return the state before the first token: empty memories and empty sums."""

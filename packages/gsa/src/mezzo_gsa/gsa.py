@@ -15,7 +15,7 @@ from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mezzo_gsa.heads import AbstractConvertible, state_zeros
+from mezzo_gsa.heads import AbstractConvertible, state_zeros, swish_and_norm
 from mezzo_gsa.ops import (
     Between,
     GSAState,
@@ -26,7 +26,6 @@ from mezzo_gsa.ops import (
 )
 from mezzo_gsa.ops.gates import log_gate, skip_padding
 from mezzo_gsa.ops.gsa.step import unsupported_step
-from mezzo_gsa.ops.norms import gated_norm
 
 SPANS = (2.0, 2048.0)
 """The shortest and the longest initial memory, in tokens: the default of constant gates, and that
@@ -176,7 +175,8 @@ class GSA(AbstractConvertible):
         else:
             q, k, v, g = self._split(qkvg)
             out, after = chunk_gsa(q, *skip_padding(lengths, k, v, g), **op)
-        return self.out_proj(self._normed(out)), None if state is None else after
+        y = swish_and_norm(self.norm, self.config.norm_eps, out)
+        return self.out_proj(y), None if state is None else after
 
     def look_ahead(
         self, x: Tensor, state: GSAState, lengths: Tensor, certain: Tensor
@@ -249,14 +249,6 @@ class GSA(AbstractConvertible):
             logits = self.gate_logits.expand(*qkvg.shape[:2], -1)
         g = log_gate(logits, self.config.damping)
         return q, k, v, g.unflatten(-1, (self.num_kv_heads, -1))
-
-    def _normed(self, out: Tensor) -> Tensor:
-        """Return the input of Wo, (B, T, HQ·D), from the heads' outputs (B, T, HQ, D)."""
-        out, norm = out.flatten(2), self.norm
-        if norm is None or is_plain_norm(norm, self.config.norm_eps):
-            weight = None if norm is None else norm.weight
-            return gated_norm(out, weight, self.config.norm_eps)
-        return norm(F.silu(out))
 
     def init_state(self, batch: int) -> GSAState:
         """Return the state before the first token: empty memories."""

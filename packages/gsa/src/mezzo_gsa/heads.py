@@ -101,6 +101,17 @@ def norm_and_gate(norm: nn.Module, eps: float, out: Tensor, z: Tensor | None) ->
     return y if z is None else y * F.silu(z)
 
 
+def swish_and_norm(norm: nn.Module | None, eps: float, out: Tensor) -> Tensor:
+    """Return RMSNorm(swish(o)), (..., HQ·V), from the heads' outputs o (..., HQ, V).
+
+    `norm` is over all channels, None for swish alone; `eps` is that of a plain RMSNorm.
+    """
+    out = out.flatten(-2)
+    if norm is None or is_plain_norm(norm, eps):
+        return gated_norm(out, None if norm is None else cast(Tensor, norm.weight), eps)
+    return norm(F.silu(out))
+
+
 def state_zeros(weight: Tensor, *shape: int) -> Tensor:
     """Return zeros for the state of a mixer with this weight, in the precision of its sums."""
     return torch.zeros(shape, dtype=accumulation_dtype(weight.dtype), device=weight.device)
