@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mezzo_core.ops.checks import check_number, check_size
+from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.ops.shapes import Shapes
 
 AlibiFormula = Literal["press", "olmo"]
@@ -191,9 +192,15 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         )
     cos, sin = cos[..., None, :], sin[..., None, :]
     # float64 is not rounded, so gradients can be checked in it.
-    left, right = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+    left, right = x.to(accumulation_dtype(x.dtype)).chunk(2, dim=-1)
     rotated = torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
     return rotated.to(x.dtype)
+
+
+def rotate(x: Tensor, positions: Tensor, base: float, scaling: RopeScaling | None = None) -> Tensor:
+    """Apply RoPE to x (B, T, H, D) at positions (T,) or (B or 1, T), as `apply_rope` does."""
+    dtype = accumulation_dtype(x.dtype)
+    return apply_rope(x, *rope_angles(positions, x.shape[-1], base, scaling, dtype=dtype))
 
 
 def alibi_slopes(

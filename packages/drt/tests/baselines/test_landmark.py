@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from mezzo_core.nn.lm import LMConfig
+from mezzo_core.positions import rotate
 from mezzo_core.testing.arguments import check_fields, check_module_arguments
 from mezzo_core.testing.laws import LAWS
 from mezzo_core.testing.numerics import assert_close
@@ -16,7 +17,6 @@ from mezzo_drt.baselines.landmark.attention import (
     Reach,
     dense,
     gathered,
-    rotate,
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint

@@ -24,7 +24,7 @@ from mezzo_core.ops.checks import check_floating, check_number, check_size
 from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.ops.scan import linear_scan
-from mezzo_core.positions import apply_rope, rope_angles
+from mezzo_core.positions import rotate
 from torch import Tensor, nn
 
 from mezzo_rat.gate_bias import init_gate_bias
@@ -133,8 +133,7 @@ class RATReversed(AbstractMixer):
         """Apply RoPE by place in the chunk. Inside a chunk this equals RoPE by token."""
         L = self.config.chunk_size
         place = torch.arange(x.shape[1], device=x.device)[None] % L
-        base, dtype = self.config.rope_base, accumulation_dtype(x.dtype)
-        return apply_rope(x, *rope_angles(place, x.shape[3], base, dtype=dtype))
+        return rotate(x, place, self.config.rope_base)
 
     def _chunks(
         self,

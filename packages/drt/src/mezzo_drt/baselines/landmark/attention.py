@@ -20,7 +20,8 @@ they were at that distance (ours: the paper moves the chosen chunks there in the
 from typing import NamedTuple
 
 import torch
-from mezzo_core.positions import apply_rope, rope_angles
+from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.positions import rotate
 from torch import Tensor
 
 TILE = 64
@@ -57,8 +58,8 @@ def landmark_attention(q: Tensor, k: Tensor, v: Tensor, places: Places, reach: R
 
     Args:
         q: (B, X, H, D), not rotated, X queries in any order.
-        k: (B, N, P, H, D), rotated by `rotate`; the landmark is at the last of P places. Places
-            that no query may see may hold anything.
+        k: (B, N, P, H, D), rotated; the landmark is at the last of P places. Places that no query
+            may see may hold anything.
         v: likewise, not rotated.
         places: of the queries.
         reach: how far they see.
@@ -189,14 +190,8 @@ def _highest(scores: Tensor, mask: Tensor, count: int) -> Tensor:
     return torch.zeros_like(mask).scatter(-1, index, True) & mask
 
 
-def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Apply RoPE to (B, X, H, D) at positions (B, X)."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    return apply_rope(x, *rope_angles(positions, x.shape[-1], base, dtype=dtype))
-
-
 def _high(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(accumulation_dtype(x.dtype))
 
 
 def _finite(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

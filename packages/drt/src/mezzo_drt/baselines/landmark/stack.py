@@ -14,9 +14,10 @@ from mezzo_core.nn import AbstractStack, MLPConfig
 from mezzo_core.nn.linear import Linear
 from mezzo_core.ops.checks import can_look, check_number, check_size
 from mezzo_core.ops.padding import without_padding
+from mezzo_core.positions import rotate
 from torch import Tensor, nn
 
-from mezzo_drt.baselines.landmark.attention import Places, Reach, landmark_attention, rotate
+from mezzo_drt.baselines.landmark.attention import Places, Reach, landmark_attention
 from mezzo_drt.baselines.landmark.offload import (
     Held,
     attend_,

@@ -12,7 +12,7 @@ from mezzo_core.ops.form import schema_of
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.precision import accumulation_dtype, without_autocast
 from mezzo_core.ops.shapes import Shapes
-from mezzo_core.positions import apply_rope, rope_angles
+from mezzo_core.positions import rotate
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -158,9 +158,7 @@ def _featured(x: Tensor, places: Tensor | None, form: LayerForm) -> Tensor:
         x = F.relu(x) if form.feature_map == "relu" else F.silu(x)
     if form.rope_base is None or places is None:
         return x
-    dtype = accumulation_dtype(x.dtype)
-    angles = rope_angles(places[:, None], x.shape[2], form.rope_base, form.scaling(), dtype=dtype)
-    return apply_rope(x[:, None], *angles)[:, 0]
+    return rotate(x[:, None], places[:, None], form.rope_base, form.scaling())[:, 0]
 
 
 def _normed(out: Tensor, weight: Tensor, z: Tensor | None, eps: float) -> Tensor:

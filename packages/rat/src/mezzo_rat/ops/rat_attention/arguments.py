@@ -5,9 +5,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from mezzo_core.ops.checks import check_floating, check_lengths, check_number, check_size
 from mezzo_core.ops.packed import check_cu_seqlens
-from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.ops.shapes import Shapes, check_one_dtype
-from mezzo_core.positions import apply_rope, rope_angles
+from mezzo_core.positions import rotate
 from torch import Tensor
 
 from mezzo_rat.ops.rat_attention.state import RATState, check_slots
@@ -55,8 +54,7 @@ class Form(NamedTuple):
         if self.rope is None:
             return x
         at = chunk if self.rope == "chunk" else position
-        dtype = accumulation_dtype(x.dtype)
-        return apply_rope(x, *rope_angles(at, x.shape[-1], self.rope_base, dtype=dtype))
+        return rotate(x, at, self.rope_base)
 
 
 class Saved(NamedTuple):
