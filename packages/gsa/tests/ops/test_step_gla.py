@@ -270,7 +270,7 @@ def test_input_that_does_not_fit_is_named(change, error, message):
         ({"z": torch.ones(1, 32)}, r"z must be \(1, 64\), got \(1, 32\)"),
         ({"k": None, "gates": torch.ones(1, 2, 1)}, "without k, gates must have the width"),
         ({"places": None}, "places and form.rope_base must be given both or neither"),
-        ({"places": torch.ones(1)}, r"places must be int32 or int64, got torch.float32"),
+        ({"places": torch.ones(1)}, r"places must be int32 or int64, got float32"),
         ({"places": torch.ones(2).long()}, r"places must be \(1,\), got \(2,\)"),
         ({"log_bounds": torch.zeros(2, 16)}, r"log_bounds must be \(2, 32\), got \(2, 16\)"),
     ],

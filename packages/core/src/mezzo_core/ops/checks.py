@@ -8,28 +8,22 @@ from torch import Tensor, nn
 
 FLOATING = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """The dtypes that ops accept. float8 is not among them, because torch has no arithmetic for it."""
-_INTEGERS = {"int": (torch.int32, torch.int64), "int64": (torch.int64,)}
+_KINDS = {"": FLOATING, "int": (torch.int32, torch.int64), "int64": (torch.int64,)}
 
 
 def check_floating(op: str, name: str, x: Any) -> None:
     """Raise a TypeError if x is not a tensor of one of the `FLOATING` dtypes."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
-    if x.dtype not in FLOATING:
-        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
-        got = str(x.dtype).removeprefix("torch.")
-        raise TypeError(f"{op}: {name} must be floating-point ({allowed}), got {got}")
+    check_dtype(op, name, x, "")
 
 
 def check_dtype(op: str, name: str, x: Any, kind: str) -> None:
     """Raise a TypeError if x is no tensor of a kind: "int", "int64", or "" for floats."""
-    if not kind:
-        check_floating(op, name, x)
-    elif not isinstance(x, Tensor):
+    if not isinstance(x, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {type(x).__name__}")
-    elif x.dtype not in _INTEGERS[kind]:
-        allowed = {"int": "int32 or int64"}.get(kind, kind)
-        raise TypeError(f"{op}: {name} must be {allowed}, got {x.dtype}")
+    if x.dtype not in _KINDS[kind]:
+        got, *allowed = (str(dtype).removeprefix("torch.") for dtype in (x.dtype, *_KINDS[kind]))
+        words = " or ".join(allowed) if kind else f"floating-point ({', '.join(allowed)})"
+        raise TypeError(f"{op}: {name} must be {words}, got {got}")
 
 
 def check_number(op: str, name: str, value: Any, *, positive: bool = False) -> None:
