@@ -1,4 +1,4 @@
-"""The heads of the mixers of the family, their one projection, and their feature maps."""
+"""What the mixers of the family share: heads, one projection, feature maps, norms and states."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
