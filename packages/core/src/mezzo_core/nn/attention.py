@@ -184,13 +184,9 @@ class Attention(AbstractMixer):
 
     def state_bytes(self, num_tokens: int) -> int:
         """Return the bytes of keys and values of one sequence; a window of W keeps W tokens."""
+        slots = _num_slots(num_tokens, self.config.window_size)
         width = self.num_kv_heads * self.config.head_dim
-        return (
-            2
-            * _num_slots(num_tokens, self.config.window_size)
-            * width
-            * self.wk.weight.element_size()
-        )
+        return 2 * slots * width * self.wk.weight.element_size()
 
     def flops_per_token(self, num_tokens: int) -> float:
         """Return the FLOPs per token: 2 for each weight, and 4 HQ D for each visible key."""
