@@ -3,12 +3,7 @@
 import pytest
 from mezzo_core.reproduction.measurement import Entry, Measurement
 from mezzo_core.reproduction.outcomes import Outcome
-from mezzo_drt.reproduction.claims import (
-    BASE,
-    DRT1,
-    RANDOM,
-    REPRODUCTION,
-)
+from mezzo_drt.reproduction.claims import BASE, DRT1, RANDOM, REPRODUCTION
 
 PUBLISHED = REPRODUCTION.published
 

@@ -7,12 +7,7 @@ import inspect
 
 import pytest
 import torch
-from mezzo_core.testing.arguments import (
-    Call,
-    check_arguments,
-    check_fields,
-    check_module_arguments,
-)
+from mezzo_core.testing.arguments import Call, check_arguments, check_fields, check_module_arguments
 from mezzo_gsa.abc import ABCConfig
 from mezzo_gsa.gated_abc import GatedABCConfig
 from mezzo_gsa.gla import GLAConfig

@@ -4,15 +4,7 @@ import pytest
 from mezzo_core.reproduction.measurement import Entry, Measurement, read_results
 from mezzo_core.reproduction.outcomes import Outcome
 from mezzo_gsa.recipes import ABLATION, PAPER_NAMES
-from mezzo_gsa.reproduction.claims import (
-    BETWEEN,
-    GATES,
-    GLA,
-    GSA,
-    REPRODUCTION,
-    RETNET,
-    XFMR,
-)
+from mezzo_gsa.reproduction.claims import BETWEEN, GATES, GLA, GSA, REPRODUCTION, RETNET, XFMR
 
 PUBLISHED = REPRODUCTION.published
 

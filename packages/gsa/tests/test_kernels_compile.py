@@ -10,12 +10,7 @@ from functools import partial
 import pytest
 import torch
 from mezzo_core.ops.ahead import compile_ahead
-from mezzo_core.testing.compile_only import (
-    compile_apart,
-    compile_only,
-    keep_kernels,
-    run_compiling,
-)
+from mezzo_core.testing.compile_only import compile_apart, compile_only, keep_kernels, run_compiling
 from mezzo_gsa.ops.gsa import GSAState, op
 from mezzo_gsa.ops.gsa.arguments import Form, StepForm
 from mezzo_gsa.ops.gsa.step import gsa_recurrent_projected, gsa_step_, gsa_step_projected_

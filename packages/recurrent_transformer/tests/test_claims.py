@@ -4,11 +4,7 @@ import math
 
 import pytest
 from mezzo_core.reproduction.measurement import Entry, Measurement
-from mezzo_recurrent_transformer.reproduction.claims import (
-    RT,
-    XFMR,
-    in_nats,
-)
+from mezzo_recurrent_transformer.reproduction.claims import RT, XFMR, in_nats
 
 
 def test_each_models_best_perplexities_are_read_as_cross_entropies():

@@ -8,11 +8,7 @@ import pytest
 import torch
 from mezzo_core.data import stop_texts
 from mezzo_core.data.tokenizers import ByteTokenizer
-from mezzo_core.nn import (
-    assisted,
-    keep_graphs,
-    kept_graphs,
-)
+from mezzo_core.nn import assisted, keep_graphs, kept_graphs
 from mezzo_core.nn.generate import generate, stream
 from mezzo_core.nn.graphs import Graphs
 

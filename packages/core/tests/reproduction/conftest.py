@@ -8,13 +8,7 @@ from mezzo_core.reproduction.figures import draw_result
 from mezzo_core.reproduction.measurement import Entry, How, Measurement
 from mezzo_core.reproduction.outcomes import Outcome
 from mezzo_core.reproduction.published import Claim, Published, Row, Table
-from mezzo_core.reproduction.report import (
-    Figure,
-    PaperReport,
-    Report,
-    prepare_folder,
-    write_report,
-)
+from mezzo_core.reproduction.report import Figure, PaperReport, Report, prepare_folder, write_report
 
 ROWS = (Row("x|y", (7.61,)), Row("z", ("OOM",)))
 TABLE = Table("p.t1", "A <title> & more", "perplexity", "ppl", "lower", "big", ("T=8",), ROWS)

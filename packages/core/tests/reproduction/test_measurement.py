@@ -7,13 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import settings
 from mezzo_core.errors import UserError
-from mezzo_core.reproduction.measurement import (
-    Entry,
-    How,
-    Measurement,
-    at_best,
-    read_results,
-)
+from mezzo_core.reproduction.measurement import Entry, How, Measurement, at_best, read_results
 from mezzo_core.reproduction.tables import measured_grid
 from mezzo_core.testing.damage import damages, json_damages
 

@@ -8,13 +8,7 @@ import pytest
 from mezzo_core.reproduction.markdown import evaluate
 from mezzo_core.reproduction.measurement import Entry, Measurement
 from mezzo_core.reproduction.published import Claim, Published
-from mezzo_core.reproduction.report import (
-    PaperReport,
-    Report,
-    prepare_folder,
-    to_html,
-    verdict,
-)
+from mezzo_core.reproduction.report import PaperReport, Report, prepare_folder, to_html, verdict
 
 
 def test_each_finding_has_its_place_and_outcome_in_both_files(folder, findings):

@@ -21,13 +21,7 @@ from mezzo_core.nn.lm import LMConfig
 from mezzo_core.reproduction import Cell, Header, Result, origin, training
 from mezzo_core.reproduction.result_file import DIVERGED
 from mezzo_core.reproduction.runner import Job, run
-from mezzo_core.reproduction.training import (
-    Tuning,
-    loss_by_length,
-    measure_run,
-    of_model,
-    sweep,
-)
+from mezzo_core.reproduction.training import Tuning, loss_by_length, measure_run, of_model, sweep
 from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_core.train.loop import DivergenceError
 from toys.running_mean import RunningMeanConfig

@@ -11,13 +11,7 @@ from mezzo_core.testing.arguments import check_fields, check_module_arguments
 from mezzo_core.testing.laws import LAWS
 from mezzo_core.testing.numerics import assert_close
 from mezzo_drt.baselines import LandmarkConfig
-from mezzo_drt.baselines.landmark.attention import (
-    PREFERENCE,
-    Places,
-    Reach,
-    dense,
-    gathered,
-)
+from mezzo_drt.baselines.landmark.attention import PREFERENCE, Places, Reach, dense, gathered
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

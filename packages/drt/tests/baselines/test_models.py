@@ -8,11 +8,7 @@ from mezzo_core.config_json import from_json, to_json
 from mezzo_core.eval.evaluate import evaluate, evaluate_segments
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.generate import generate
-from mezzo_drt.baselines import (
-    BlockRecurrentConfig,
-    block_recurrent_lm,
-    landmark_lm,
-)
+from mezzo_drt.baselines import BlockRecurrentConfig, block_recurrent_lm, landmark_lm
 from mezzo_drt.needles import PasskeyConfig
 from mezzo_drt.recipes import RECIPES, SIZES, tiny
 from mezzo_drt.stack import DRTConfig

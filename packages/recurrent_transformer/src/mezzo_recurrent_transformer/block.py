@@ -23,11 +23,7 @@ from mezzo_core.positions import alibi_slopes
 from torch import Tensor, nn
 
 from mezzo_recurrent_transformer.layer import LayerConfig, init_as_released
-from mezzo_recurrent_transformer.ops.recurrent_layers import (
-    LayerWeights,
-    Past,
-    recurrent_layers,
-)
+from mezzo_recurrent_transformer.ops.recurrent_layers import LayerWeights, Past, recurrent_layers
 from mezzo_recurrent_transformer.ops.recurrent_layers.api import RecurrentImpl
 
 

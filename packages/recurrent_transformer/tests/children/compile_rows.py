@@ -8,11 +8,7 @@ from mezzo_recurrent_transformer.ops.recurrent_layers.operands import (
     ForwardBuffers,
     Matrices,
 )
-from mezzo_recurrent_transformer.ops.recurrent_layers.triton import (
-    narrow,
-    products,
-    rows,
-)
+from mezzo_recurrent_transformer.ops.recurrent_layers.triton import narrow, products, rows
 from mezzo_recurrent_transformer.ops.recurrent_layers.workspace import Workspace
 
 FLOAT, BFLOAT, HALF = torch.float32, torch.bfloat16, torch.float16

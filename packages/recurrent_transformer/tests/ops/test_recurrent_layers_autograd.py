@@ -5,11 +5,7 @@ from functools import partial
 import pytest
 import torch
 from mezzo_core.testing import assert_close, grads
-from mezzo_recurrent_transformer.ops.recurrent_layers import (
-    LayerWeights,
-    eager,
-    recurrent_layers,
-)
+from mezzo_recurrent_transformer.ops.recurrent_layers import LayerWeights, eager, recurrent_layers
 from mezzo_recurrent_transformer.ops.recurrent_layers.backward import Kept, backward
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.forward import forward

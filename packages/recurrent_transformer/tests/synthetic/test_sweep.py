@@ -14,12 +14,7 @@ from mezzo_core.testing.arguments import check_fields
 from mezzo_core.train.loop import train
 from mezzo_recurrent_transformer import RecurrentBlock, TransformerBlock
 from mezzo_recurrent_transformer.__main__ import main
-from mezzo_recurrent_transformer.reproduction.synthetic import (
-    LAYERS,
-    NAMES,
-    SweepConfig,
-    sweep,
-)
+from mezzo_recurrent_transformer.reproduction.synthetic import LAYERS, NAMES, SweepConfig, sweep
 from mezzo_recurrent_transformer.reproduction.synthetic_command import synthetic
 from mezzo_recurrent_transformer.synthetic.autoencoder import AutoEncoder
 from mezzo_recurrent_transformer.synthetic.tasks import TASKS

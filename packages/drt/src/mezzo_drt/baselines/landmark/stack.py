@@ -18,14 +18,7 @@ from mezzo_core.positions import rotate
 from torch import Tensor, nn
 
 from mezzo_drt.baselines.landmark.attention import Places, Reach, landmark_attention
-from mezzo_drt.baselines.landmark.offload import (
-    Held,
-    attend_,
-    brought,
-    nearest,
-    store_,
-    stored,
-)
+from mezzo_drt.baselines.landmark.offload import Held, attend_, brought, nearest, store_, stored
 from mezzo_drt.baselines.landmark.state import (
     LandmarkState,
     Near,

@@ -16,12 +16,7 @@ from mezzo_core.ops.shapes import Shapes
 from torch import Tensor
 from torch.nn import functional as F
 
-from mezzo_gsa.ops.decoding.checks import (
-    check_kind,
-    check_memory,
-    check_no_gradients,
-    check_parts,
-)
+from mezzo_gsa.ops.decoding.checks import check_kind, check_memory, check_no_gradients, check_parts
 from mezzo_gsa.ops.gates.elementwise import log_gate
 from mezzo_gsa.ops.gsa.arguments import (
     Between,

@@ -16,12 +16,7 @@ from mezzo_core.ops.scan import linear_scan
 from torch import Tensor
 
 from mezzo_rat.ops.rat_attention.arguments import Parts, Request
-from mezzo_rat.ops.rat_attention.chunks import (
-    Chunks,
-    continued_chunks,
-    packed_chunks,
-    plain_chunks,
-)
+from mezzo_rat.ops.rat_attention.chunks import Chunks, continued_chunks, packed_chunks, plain_chunks
 from mezzo_rat.ops.rat_attention.reference import widened
 from mezzo_rat.ops.rat_attention.state import RATState
 

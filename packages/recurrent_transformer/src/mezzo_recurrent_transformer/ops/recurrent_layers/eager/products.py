@@ -5,11 +5,7 @@ Inputs are (m, s, B, K), weights (m, N, K).
 
 from torch import Tensor
 
-from mezzo_recurrent_transformer.ops.recurrent_layers.eager.rows import (
-    add_normed,
-    gelu,
-    gelu_bwd,
-)
+from mezzo_recurrent_transformer.ops.recurrent_layers.eager.rows import add_normed, gelu, gelu_bwd
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import product
 

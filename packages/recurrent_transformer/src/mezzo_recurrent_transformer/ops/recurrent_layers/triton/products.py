@@ -21,11 +21,7 @@ from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers import operands
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.triton.early import (
-    are_few,
-    early,
-    wait,
-)
+from mezzo_recurrent_transformer.ops.recurrent_layers.triton.early import are_few, early, wait
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton.rows import (
     add_normed,
     gelu,
