@@ -186,6 +186,20 @@ def test_places_may_have_any_stride(places):
     check(step_gla_layer_, inputs)
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_heads_channels_and_weights_may_lie_apart(turned):
+    inputs = draw_layer("gla", (4, 2, 2, 4, 4), torch.float32)  # as many rows as channels
+    laid = {"z": inputs["z"].t().contiguous().t()}
+    laid["norm_weight"] = inputs["norm_weight"].repeat_interleave(2)[::2]
+    for name in ("q", "k", "v", "gates"):
+        x = inputs[name]
+        laid[name] = torch.cat([x, -x], -1)[..., :4]
+        if turned:
+            laid[name] = x.transpose(0, 2).contiguous().transpose(0, 2)
+    found, expected = (run(step_gla_layer_, x, "triton") for x in (inputs | laid, inputs))
+    assert all(map(torch.equal, found, expected))
+
+
 def test_repeats_are_bit_equal_and_rows_do_not_mix():
     inputs = draw_layer("gla", (3, 4, 2, 40, 72), torch.float32)
     y, _ = run(step_gla_layer_, inputs, "triton")

@@ -384,6 +384,10 @@ def test_what_needs_gradients_is_refused():
     projected["norm_weight"].requires_grad_()
     with pytest.raises(RuntimeError, match="step_gsa_projected_ overwrites the state"):
         step_gsa_projected_(**projected, state=inputs["state"])
+    constant = draw_projected((1, 2, 2, 16, 32, 32), torch.float32, constant=True)
+    constant["gate_logits"].requires_grad_()
+    with pytest.raises(RuntimeError, match="step_gsa_projected_ overwrites the state"):
+        step_gsa_projected_(**constant, state=inputs["state"])
     projected["x"] = projected["x"][:, None]
     with pytest.raises(RuntimeError, match="recurrent_gsa_projected is for decoding, so it has"):
         recurrent_gsa_projected(**projected, state=inputs["state"])
