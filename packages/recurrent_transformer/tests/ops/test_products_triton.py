@@ -140,6 +140,16 @@ def test_products_of_normalized_sums_equal_eager(shape, N, norm, few, dtype, mon
         assert poisoned[~healthy].isnan().all()
 
 
+def test_rows_beyond_float16_are_normalized_before_they_are_rounded():
+    x, base = normal(1, 1, 2, 16, dtype=HALF), torch.full((1, 1, 2, 16), 1e5, device=DEVICE)
+    weight, scales = normal(1, 16, 16, dtype=HALF, seed=1), torch.ones(1, 16, device=DEVICE)
+    h, out, g = base.clone(), torch.empty_like(x), torch.empty_like(x)
+    squares = products.product_add(x, weight, base, 0.5, scales, RMS, h, out)
+    products.product_gelu(out, weight, g, squares, RMS)
+    ones = torch.ones_like(x) @ weight[:, None].mT  # 1e5 is far more than the product
+    assert_close("gelu", g, torch.nn.functional.gelu(ones), rtol=5e-3)
+
+
 @each_name
 def test_a_nan_stays_in_its_row_and_layer(name, monkeypatch):
     monkeypatch.setattr(products, "DTYPES", (FLOAT,))
