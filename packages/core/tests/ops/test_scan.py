@@ -234,6 +234,14 @@ def test_strides_do_not_matter(impl):
     assert final.eq(21).all()
 
 
+@impls
+def test_borders_may_lie_apart(impl):
+    inputs, options, _ = problem((1, 9, None, (2, 0, 7), True), device=DEVICE)
+    expected = linear_scan(**inputs, **options, impl=impl)
+    options["cu_seqlens"] = options["cu_seqlens"].repeat_interleave(2)[::2]
+    assert all(map(torch.equal, linear_scan(**inputs, **options, impl=impl), expected))
+
+
 def test_trailing_axes_are_channels():
     inputs, _, _ = problem((2, 9, None, None, True), 12)
     flat_out = linear_scan(**inputs)
