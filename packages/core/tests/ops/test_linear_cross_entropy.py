@@ -52,7 +52,7 @@ def test_in_parts_equals_the_reference(impl, sizes, dtype, few_rows):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_targets_may_lie_apart(impl):
-    x, w, targets = inputs(*SIZES[0])
+    x, w, targets = inputs(*SIZES[1])
     apart = torch.stack([targets, torch.full_like(targets, -7)], 1)[:, 0]
     for found, wanted in zip(
         run(x, w, apart, impl=impl), run(x, w, targets, impl=impl), strict=True
@@ -77,8 +77,13 @@ def test_the_reference_is_torch_s_own():
     assert torch.equal(hits, logits.argmax(-1) == targets)
 
 
+@pytest.mark.parametrize("block", [4096, 1])  # equal logits in two lanes of a program, or in one
 @pytest.mark.parametrize("impl", IMPLS)
-def test_hits_are_of_targets_that_count_and_ties_go_to_the_first(impl):
+def test_hits_are_of_targets_that_count_and_ties_go_to_the_first(impl, block, monkeypatch):
+    if impl == "triton":
+        from mezzo_core.ops.linear_cross_entropy.triton import cross_entropy
+
+        monkeypatch.setattr(cross_entropy, "BLOCK", block)
     x = torch.ones(4, 1, device=DEVICE)
     w = torch.tensor([[1.0], [5.0], [5.0]], device=DEVICE)
     targets = torch.tensor([1, 2, 0, NO_TARGET], device=DEVICE)
@@ -140,6 +145,14 @@ def test_autocast_multiplies_in_bf16_and_keeps_the_weight_s_gradient_wide(dtype)
     assert (dx.dtype, dw.dtype) == (dtype, torch.float32)
 
 
+def test_autocast_leaves_float64_as_it_is():
+    x, w, targets = inputs(37, 8, 61, dtype=torch.float64)
+    wanted = run(x, w, targets)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        found = run(x, w, targets)
+    assert all(map(torch.equal, found, wanted))
+
+
 def test_the_weight_s_gradient_is_summed_in_float32(monkeypatch):
     monkeypatch.setattr(chunked, "CHUNK_BYTES", 1)  # a row at a time
     x, w, targets = inputs(1000, 4, 7, dtype=torch.bfloat16)
@@ -168,17 +181,35 @@ def test_torch_func_and_one_graph_give_the_same():
         torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_second_gradient_is_refused_rather_than_zero(frozen):
+    x, w, targets = inputs(7, 3, 11)
+    w.requires_grad_(not frozen)
+    (dx,) = torch.autograd.grad(
+        linear_cross_entropy(x, w, targets).loss, x, create_graph=True, retain_graph=True
+    )
+    with pytest.raises(RuntimeError, match="no second gradient"):
+        torch.autograd.grad(dx.sum() + x.sum(), x)
+    slope = torch.func.grad(lambda x: linear_cross_entropy(x, w, targets).loss)
+    with pytest.raises(RuntimeError, match="no second gradient"):
+        torch.func.grad(lambda x: slope(x).sum())(x.detach())
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_the_registered_op_is_sound(impl):
     x, w, targets = inputs(7, 3, 11)
     op = torch.ops.mezzo.linear_cross_entropy
-    torch.library.opcheck(op, (x, w, targets, NO_TARGET, x.dtype, True, impl == "triton"))
+    torch.library.opcheck(
+        op, (x, w, targets, x[:0].clone(), NO_TARGET, x.dtype, True, impl == "triton")
+    )
 
 
 def test_the_registered_op_is_sound_under_autocast():
     x, w, targets = inputs(7, 3, 11)
     op = torch.ops.mezzo.linear_cross_entropy
-    torch.library.opcheck(op, (x, w, targets, NO_TARGET, torch.bfloat16, True, False))
+    torch.library.opcheck(
+        op, (x, w, targets, x[:0].clone(), NO_TARGET, torch.bfloat16, True, False)
+    )
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -186,6 +217,10 @@ def test_a_target_of_the_vocabulary_may_be_the_one_that_does_not_count(impl):
     rows, targets = torch.eye(5, device=DEVICE), torch.arange(5, device=DEVICE)
     found = linear_cross_entropy(rows, rows, targets, ignore_index=2, impl=impl)
     assert found.hits.tolist() == [True, True, False, True, True]
+    targets[2] = 99  # beyond the vocabulary
+    again = linear_cross_entropy(rows, rows, targets, ignore_index=99, impl=impl)
+    assert torch.equal(again.loss, found.loss)
+    assert torch.equal(again.hits, found.hits)
 
 
 @pytest.mark.parametrize("name", ["x", "weight"])

@@ -64,8 +64,9 @@ def linear_cross_entropy(
         return CrossEntropy(loss, hits.view(targets.shape))
     wants_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     loss, hits, *_ = op.linear_cross_entropy(
-        rows, weight, flat, ignore_index, dtype, wants_gradient, chosen == "triton"
-    )
+        rows, weight, flat, rows[:0].clone(), ignore_index, dtype, wants_gradient,
+        chosen == "triton",
+    )  # fmt: skip
     return CrossEntropy(loss, hits.view(targets.shape))
 
 
