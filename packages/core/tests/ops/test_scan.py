@@ -273,6 +273,16 @@ def test_low_precision_inputs_accumulate_in_float32(dtype):
     assert torch.equal(final_state, exact.final_state)
 
 
+@impls
+def test_each_gradient_of_the_registered_op_has_the_dtype_of_its_input(impl):
+    inputs, options, (dout, dfinal) = problem(CASES["chunked, with a state"], device=DEVICE)
+    for wide in ("a", "x"):
+        a, x = (inputs[name].to(torch.float32 if name == wide else torch.float16) for name in "ax")
+        given = (dout.to(x), dfinal, a, x, inputs["initial_state"], None, options["chunk_size"])
+        found = torch.ops.mezzo.linear_scan_bwd(*given, impl)
+        assert [d.dtype for d in found] == [a.dtype, x.dtype, torch.float32]
+
+
 @cases
 def test_gradcheck(case):
     inputs, options, _ = problem(case, D=2, dtype=torch.float64)
