@@ -135,6 +135,19 @@ def test_no_tokens_pass_the_gradients_of_the_past_on():
 
 
 @pytest.mark.parametrize("impl", ["reference", "eager"])
+def test_no_tokens_copy_the_past_to_the_dtype_of_the_weights(impl):
+    inputs, options, _ = problem((2, 0, {"seen": (3, 1)}))
+    x, k, v, seen = (inputs.pop("x"), inputs.pop("k"), inputs.pop("v"), options.pop("seen"))
+    for dtype in (torch.float32, EXACT):
+        past = Past(k.to(dtype), v.to(dtype), seen)
+        after = recurrent_layers(x, LayerWeights(**inputs), past=past, impl=impl, **options).past
+        for new, old in zip(after[:2], past[:2], strict=True):
+            assert new.dtype == EXACT
+            assert torch.equal(new, old.to(EXACT))
+            assert new.data_ptr() != old.data_ptr()
+
+
+@pytest.mark.parametrize("impl", ["reference", "eager"])
 def test_no_rows_have_pairs_of_every_slot(impl):
     inputs, options, _ = problem((0, 3, {}))
     inputs |= {name: torch.ones(2, 0, 4, 2, 4, dtype=EXACT) for name in ("k", "v")}

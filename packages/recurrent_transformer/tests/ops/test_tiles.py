@@ -1,12 +1,14 @@
 """How tokens are cut into tiles and leaves: each pair comes once, and no token is wasted."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import (
     LARGEST,
     LONGEST,
     Tiling,
+    batches_of,
     given_by,
     leaf_size,
 )
@@ -53,3 +55,13 @@ def test_longer_tiles_cost_no_padding_and_few_steps(n, B, T, block, backward):
 )  # fmt: skip
 def test_tiles_are_long_where_rows_or_tokens_are_many(n, B, T, S):
     assert Tiling.of(n, B, T, 1).S == S
+
+
+def test_batches_hold_each_packed_token_once_and_padding_for_half_at_most():
+    borders = torch.tensor([0, 1, 1, 3, 6, 10, 15, 23, 32, 49, 82, 82])
+    batches = batches_of(borders)
+    for batch in batches:
+        assert ((batch < 82).sum(1) * 2 >= batch.shape[1]).all()
+    assert sum(batch.shape[1] for batch in batches) < 3 * 33
+    tokens = torch.cat([batch[batch < 82] for batch in batches])
+    assert tokens.sort().values.tolist() == [*range(82)]

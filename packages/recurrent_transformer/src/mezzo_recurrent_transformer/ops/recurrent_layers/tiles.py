@@ -189,7 +189,7 @@ def batches_of(cu_seqlens: Tensor) -> list[Tensor]:
     """Group packed sequences into batches, so that at most half of a batch is padding.
 
     A batch holds the sequences whose lengths are between two powers of two. So all batches together
-    take fewer than twice as many steps as the longest sequence alone. The call waits for the GPU.
+    take fewer than three times the steps of the longest sequence alone. The call waits for the GPU.
 
     Args:
         cu_seqlens: (S + 1,) borders.
