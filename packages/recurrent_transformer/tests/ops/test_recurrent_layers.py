@@ -254,8 +254,9 @@ def test_padding_leaves_the_past_alone():
         assert torch.equal(value, found[name]), name
 
 
-def test_what_slots_without_a_token_hold_never_counts():
-    inputs, options, pull = problem(CASES["after a past"])
+@pytest.mark.parametrize("T", [18, 2])  # that write over all old slots, or leave some
+def test_what_slots_without_a_token_hold_never_counts(T):
+    inputs, options, pull = problem((3, T, {"seen": (4, 0, 2)}))
     wanted = run("eager", inputs, options, pull)
     for row, seen in enumerate(options["seen"]):
         for name in ("k", "v"):
