@@ -7,6 +7,7 @@ import torch
 from mezzo_core.nn import BlocksConfig, LMConfig
 from mezzo_core.nn.attention import KVCache
 from mezzo_core.nn.generate import generate
+from mezzo_core.testing import assert_close
 from mezzo_recurrent_transformer import (
     RecurrentBlockConfig,
     RecurrentStackConfig,
@@ -70,6 +71,18 @@ def test_a_step_equals_the_forward(model, device):
             stack.before_step(state)
             y = stack.step(x[:, t : t + 1], state)
             assert torch.allclose(y[:, 0], whole[:, t], rtol=1e-4, atol=1e-5), t
+
+
+@torch.no_grad()
+def test_steps_go_on_in_the_room_that_a_forward_leaves():
+    """A stack's forward gives each layer lengths of its own: each layer's step adds one to them."""
+    stack = STACKS["stack"].build(C)
+    x = torch.randn(2, 7, C)
+    _, state = stack(x[:, :5], stack.reserve(stack.init_state(2), 7))
+    for t in (5, 6):
+        assert_close(
+            f"y[{t}]", stack.step(x[:, t : t + 1], state), stack(x)[0][:, t, None], rtol=1e-5
+        )
 
 
 def test_blocks_of_tokens_do_not_decode():
