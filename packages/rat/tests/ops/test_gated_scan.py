@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mezzo_core.testing import assert_close, grads
 from mezzo_rat.ops.gated_scan import gated_scan
+from torch._subclasses import FakeTensorMode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLS = ["reference", "triton"]
@@ -391,6 +392,15 @@ def test_opcheck_triton(case):  # each check runs the op many times
         pulled = (dout[0], dfinal, *bare, *options.values(), kept)
         op = torch.ops.mezzo_rat.gated_scan_bwd.default
         torch.library.opcheck(op, pulled, test_utils=fakes)
+
+
+def test_fakes_of_half_precision_triton_have_the_dtypes_of_the_op():
+    inputs, options, _ = problem((2, 9, None, None), dtype=torch.float16)
+    arguments = [*inputs.values(), *options.values(), True]
+    real = torch.ops.mezzo_rat.gated_scan(*arguments)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = torch.ops.mezzo_rat.gated_scan(*arguments)
+    assert [(x.dtype, x.shape) for x in fake] == [(x.dtype, x.shape) for x in real]
 
 
 @pytest.mark.parametrize("impl", IMPLS)
