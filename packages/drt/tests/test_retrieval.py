@@ -66,8 +66,20 @@ def test_sums_that_differ_by_their_order_alone_are_equal():
     key = torch.randn(999, generator=draws)
     keys = torch.stack([key[torch.randperm(999, generator=draws)] for _ in range(20)])[None]
     lo, hi = (torch.full((1, 1), x) for x in (0, 20))
-    found = retrieve(torch.ones(1, 1, 999), keys, lo, hi, R, noise=False, ties=True).indices
+    queries = torch.full((1, 1, 999), 1 / 3)  # whose products are too long for exact sums
+    found = retrieve(queries, keys, lo, hi, R, noise=False, ties=True).indices
     assert found.flatten().tolist() == list(range(R))
+
+
+def test_scores_of_low_precision_are_those_of_float32():
+    """In bfloat16 the best of many chunks would tie."""
+    queries, keys = (x.bfloat16() for x in inputs(num_chunks=5000)[:2])
+    wide, (lo, hi) = (queries.float(), keys.float()), (torch.full((1, N), x) for x in (0, 5000))
+    wanted = retrieve(*wide, lo, hi, R, noise=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = retrieve(*wide, lo, hi, R, noise=False)
+    for found in (retrieve(queries, keys, lo, hi, R, noise=False), cast):
+        assert all(map(torch.equal, found, wanted))
 
 
 def test_what_may_not_be_read_may_be_no_number():
@@ -76,6 +88,12 @@ def test_what_may_not_be_read_may_be_no_number():
     keys[:, 5:] = float("nan")
     spoilt = retrieve(queries, keys, lo, hi.clamp(max=5), R, noise=False)
     assert all(torch.equal(a, b) for a, b in zip(clean, spoilt, strict=True))
+    queries, keys, lo, hi = inputs()
+    keys[:, 0] = float("nan")  # whose place stands for no chunk
+    leaves = queries.requires_grad_(), keys.requires_grad_()
+    reads = retrieve(*leaves, lo.clamp(min=1), hi, R, noise=False)
+    assert (reads.indices == -1).any()
+    assert all(d.isfinite().all() for d in torch.autograd.grad(reads.weights.sin().sum(), leaves))
 
 
 @pytest.mark.parametrize("num_chunks", [0, 1, 2])
