@@ -17,6 +17,7 @@ from mezzo_rat.ops.rat_attention import (
 )
 from mezzo_rat.ops.rat_attention.arguments import Form
 from mezzo_rat.ops.rat_attention.triton import step
+from torch._subclasses import FakeTensorMode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOW = {torch.float16: 5e-3, torch.bfloat16: 5e-3, torch.float32: 1e-5}
@@ -324,6 +325,21 @@ def test_registered_ops_are_sound():
         torch.library.opcheck(ops.rat_attention_continued, call)
     x, bias = x.detach(), bias.detach()
     torch.library.opcheck(ops.rat_attention_step_, (x[:, :1], bias, *state, *form))
+
+
+def test_the_gradients_of_a_continued_state_lie_in_memory_as_torch_compile_is_told():
+    x, bias = draw(2, 3, 2, 1, 32).values()
+    state = init_state(2, 2, 32, dtype=torch.float32, device=torch.device(DEVICE))
+    k, v, k_ends, v_ends, seen = (part.clone() for part in reserve(state, 3, 2))
+    form, added = Form(2, 1, True, 2, "chunk", 1e4, 0.2), torch.tensor([3, 2], device=DEVICE)
+    op = torch.ops.mezzo_rat.rat_attention_continued
+    y, *after, lse = op(x, bias, k, v, k_ends, v_ends, seen, added, *form)
+    given = (y, *after, x, bias, k, v, seen, added, y, lse, *after[2:], *form)
+    real = torch.ops.mezzo_rat.rat_attention_continued_bwd(*given)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = torch.ops.mezzo_rat.rat_attention_continued_bwd(*given)
+    for told, found in zip(fake, real, strict=True):
+        assert (told.dtype, told.stride()) == (found.dtype, found.stride())
 
 
 @pytest.mark.any_shapes

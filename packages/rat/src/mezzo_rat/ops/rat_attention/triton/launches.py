@@ -288,7 +288,8 @@ def attend_continued_bwd(
     dk, dv = pulled.dk, pulled.dv
     chunk = OpenChunk(saved.k, saved.v, dk, dv, dk.clone(), dv.clone())
     dx, dbias = scan_bwd(saved, past._replace(dk_ends=new[0], dv_ends=new[1]), plan, chunk)
-    dk_old, dv_old = (d[:, :num_slots].to(saved.k_ends.dtype) for d in (past.dk_ends, past.dv_ends))
+    ends, dtype = (past.dk_ends, past.dv_ends), saved.k_ends.dtype
+    dk_old, dv_old = (d[:, :num_slots].to(dtype).contiguous() for d in ends)
     if dbias is not None and saved.gate_bias is not None:
         dbias = dbias.sum(0).to(saved.gate_bias.dtype)
     return dx, dbias, chunk.dk_first, chunk.dv_first, dk_old, dv_old
