@@ -401,6 +401,27 @@ def test_a_step_by_kernels_refuses_a_state_that_is_spread_in_memory(field):
         step_rat_attention_(**draw(2, 1, 2, 1, 32), state=state, impl="triton", **form)
 
 
+@pytest.mark.parametrize("name", ["zvgqk", "gate_bias", "k", "v_ends"])
+def test_a_step_by_kernels_has_no_gradients(name):
+    state = init_state(2, 2, 32, dtype=torch.float32, device=torch.device(DEVICE))
+    inputs, state = draw(2, 1, 2, 1, 32), reserve(state, 8, chunk_size=4)
+    (inputs[name] if name in inputs else getattr(state, name)).requires_grad_()
+    form = {"num_heads": 2, "num_groups": 1, "chunk_size": 4, "impl": "triton"}
+    with pytest.raises(ValueError, match="does not support gradients of a step"):
+        step_rat_attention_(**inputs, state=state, **form)
+
+
+@pytest.mark.parametrize(
+    ("D", "scale", "message"), [(4, None, "a head dimension of 4"), (32, -1.0, "a scale of -1.0")]
+)
+@torch.no_grad()
+def test_a_step_that_has_no_kernel_is_said(D, scale, message):
+    state = init_state(2, 2, D, dtype=torch.float32, device=torch.device(DEVICE))
+    form = {"num_heads": 2, "num_groups": 1, "chunk_size": 4, "scale": scale, "impl": "triton"}
+    with pytest.raises(ValueError, match=f"does not support {message}"):
+        step_rat_attention_(**draw(2, 1, 2, 1, D), state=reserve(state, 8, 4), **form)
+
+
 def test_a_state_that_is_full_is_said_on_a_cpu():
     state = init_state(1, 2, 32, dtype=torch.float32, device=torch.device("cpu"))
     with pytest.raises(ValueError, match="no slot left"):
