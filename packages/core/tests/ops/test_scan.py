@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from mezzo_core.ops.scan import linear_scan
 from mezzo_core.testing import assert_close, grads
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 from .impls import DEVICE, impls
 
@@ -281,6 +282,20 @@ def test_each_gradient_of_the_registered_op_has_the_dtype_of_its_input(impl):
         given = (dout.to(x), dfinal, a, x, inputs["initial_state"], None, options["chunk_size"])
         found = torch.ops.mezzo.linear_scan_bwd(*given, impl)
         assert [d.dtype for d in found] == [a.dtype, x.dtype, torch.float32]
+
+
+@impls
+def test_states_and_their_gradients_lie_in_memory_as_torch_compile_is_told(impl):
+    inputs, _, (dout, dfinal) = problem(CASES["whole, with a state"], device=DEVICE)
+    a, x, h0 = inputs.values()
+    h0, dfinal = (state.t().contiguous().t() for state in (h0, dfinal))
+    ops, rest = torch.ops.mezzo, (None, 0, impl)
+    calls = (ops.linear_scan, (a, x, h0)), (ops.linear_scan_bwd, (dout, dfinal, a, x, h0))
+    for op, tensors in calls:
+        found = op(*tensors, *rest)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            told = op(*tensors, *rest)
+        assert [each.stride() for each in found] == [each.stride() for each in told]
 
 
 @cases

@@ -35,7 +35,7 @@ def linear_scan_fwd(
     h, decay = x.to(dtype, copy=True, memory_format=torch.contiguous_format), a.to(dtype)
     num_states = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     zeros = h.new_zeros(num_states, x.shape[2])
-    final = zeros if h0 is None else h0.to(dtype, copy=True)
+    final = zeros if h0 is None else h0.to(dtype, copy=True, memory_format=torch.contiguous_format)
     for tokens, state in _sequences(x.shape[1], cu_seqlens):
         ht, at = h[:, tokens], decay[:, tokens]
         ht[:, 0].addcmul_(at[:, 0], final[state])
@@ -58,7 +58,8 @@ def linear_scan_bwd(
     """Compute the gradients of a, x and h0 from those of `out` and of the last states."""
     dtype = accumulation_dtype(out.dtype)
     dx, decay = dout.to(dtype, copy=True, memory_format=torch.contiguous_format), a.to(dtype)
-    da, dh0 = torch.empty_like(dx), dfinal.to(dtype, copy=True)
+    da = torch.empty_like(dx)
+    dh0 = dfinal.to(dtype, copy=True, memory_format=torch.contiguous_format)
     for tokens, state in _sequences(out.shape[1], cu_seqlens):
         dxt, dat, at, ht = dx[:, tokens], da[:, tokens], decay[:, tokens], out[:, tokens]
         dxt[:, -1] += dh0[state]
