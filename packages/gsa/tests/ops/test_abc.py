@@ -130,6 +130,34 @@ def test_bad_arguments_are_named(op, change, error, message):
         op(**{**draw(B, T), **change})
 
 
+@pytest.mark.parametrize("op", [recurrent_abc, chunk_abc])
+def test_borders_that_do_not_hold_all_tokens_are_refused(op):
+    with pytest.raises(ValueError, match=f"{op.__name__}: cu_seqlens must .*end at T = 5, got"):
+        op(**draw(1, 5), cu_seqlens=torch.tensor([0, 4]))
+
+
+@pytest.mark.parametrize("op", [recurrent_abc, chunk_abc])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_scores_and_a_state_may_have_another_dtype(op, dtype):
+    x = {name: part.float() for name, part in draw(B, 4).items()}
+    x["s"], first = x["s"].to(dtype), ABCState(*(part.to(dtype) for part in draw_state(B)))
+    out, last = op(**x, initial_state=first)
+    x["s"], first = x["s"].float(), ABCState(*(part.float() for part in first))
+    wanted, after = op(**x, initial_state=first)
+    assert all(map(torch.equal, (out, *last), (wanted, *after)))
+    assert {part.dtype for part in (out, *last)} == {torch.float32}
+    low = op(**{name: part.half() for name, part in x.items()})
+    assert (low.out.dtype, low.final_state.k.dtype) == (torch.float16, torch.float32)
+
+
+@pytest.mark.any_shapes
+@pytest.mark.parametrize(("name", "value"), [("reading", "book"), ("impl", "fast")])
+@torch.no_grad()
+def test_options_of_a_step_that_are_none_are_named(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be .*, got '{value}'"):
+        step_abc_(**draw(B), state=draw_state(B), **{name: value})
+
+
 def test_a_step_needs_a_state_of_its_precision():
     x, state = draw(B), draw_state(B)
     with torch.no_grad(), pytest.raises(TypeError, match=r"step_abc_: state\.z must be .*float64"):

@@ -133,6 +133,12 @@ def test_a_compiled_call_is_one_graph_of_the_reference():
         ({"weight": None, "z": torch.ones(2, 4)}, ValueError, "z goes with a weight"),
         ({"weight": None, "impl": "triton"}, ValueError, "does not support no weight"),
         ({"o": torch.ones(2, 4).double(), "impl": "triton"}, ValueError, "support torch.float64"),
+        ({"weight": torch.ones(4).double(), "impl": "triton"}, ValueError, "support torch.float64"),
+        (
+            {"o": torch.ones(1, 8193), "weight": torch.ones(8193), "impl": "triton"},
+            ValueError,
+            "does not support rows of 8193",
+        ),
         ({"o": torch.ones(0, 4), "impl": "triton"}, ValueError, "does not support empty tensors"),
     ],
 )
@@ -148,3 +154,21 @@ def test_gates_of_turned_heads_and_of_a_single_row_are_read_as_they_lie():
     for o_, z_ in ((o, z.transpose(0, 1).contiguous().transpose(0, 1)), (o[0, 0], z[0, 0])):
         y, ref = (gated_norm(o_, weight, 1e-5, z=z_, impl=x) for x in ("triton", "reference"))
         assert_close("y", y, ref, rtol=1e-5)
+
+
+def test_weights_and_channels_of_gates_may_lie_apart():
+    o, dout, wide = torch.randn(3, 3, 1, 16, device=DEVICE)
+    o, dout, z, weight = o[..., :8], dout[..., :8], wide[..., ::2], wide[0, 0, 1::2]
+    found, truth = (
+        outputs_and_gradients((o, weight, z), impl, dout) for impl in ("triton", "reference")
+    )
+    for x, true in zip(found, truth, strict=True):
+        assert_close("result", x, true, rtol=1e-5)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_half_precision_is_rounded_at_the_end_alone(gated):
+    low = draw((2, 5, 3, 20), torch.float16, gated=gated)
+    wide = [None if x is None else x.float() for x in low]
+    y, expected = (gated_norm(o, w, 1e-5, z=z, impl="reference") for o, w, z in (low, wide))
+    assert torch.equal(y, expected.half())
