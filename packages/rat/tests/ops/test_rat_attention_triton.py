@@ -401,6 +401,30 @@ def test_a_step_by_kernels_refuses_a_state_that_is_spread_in_memory(field):
         step_rat_attention_(**draw(2, 1, 2, 1, 32), state=state, impl="triton", **form)
 
 
+@pytest.mark.parametrize("B", [1, 2])
+@torch.no_grad()
+def test_the_bias_and_the_rows_of_ends_may_lie_apart_in_a_step(B):
+    form = {"num_heads": 2, "num_groups": 1, "chunk_size": 4, "impl": "triton"}
+    empty = init_state(B, 2, 32, dtype=torch.float32, device=torch.device(DEVICE))
+    first = chunk_rat_attention_projected(
+        **draw(B, 7, 2, 1, 32), initial_state=reserve(empty, 8, 4), **form
+    )[1]
+    wide = [torch.cat([ends] * (2 if B > 1 else n), 1) for n, ends in enumerate(first[2:4], 2)]
+    ends = [x[:, : first.k_ends.shape[1]] for x in wide]  # one row may have any two distances
+    inputs, outs = draw(B, 1, 2, 1, 32), []
+    apart = inputs | {"gate_bias": inputs["gate_bias"].repeat_interleave(2, -1)[..., ::2]}
+    whole = RATState(*(x.clone(memory_format=torch.contiguous_format) for x in first))
+    spread = RATState(*(x.clone() for x in whole[:2]), *ends, whole.lengths.clone())
+    for given, state in ((inputs, whole), (apart, spread)):
+        outs.append((step_rat_attention_(**given, state=state, **form), *state))
+    assert all(map(torch.equal, *outs))
+    one = whole.k_ends[:1].expand(B, -1, -1, -1)
+    for k_ends, v_ends in ((whole.k_ends, spread.v_ends), (one, one)) if B > 1 else ():
+        state = whole._replace(k_ends=k_ends, v_ends=v_ends)
+        with pytest.raises(ValueError, match="a state that is not contiguous"):
+            step_rat_attention_(**inputs, state=state, **form)
+
+
 @pytest.mark.parametrize("name", ["zvgqk", "gate_bias", "k", "v_ends"])
 def test_a_step_by_kernels_has_no_gradients(name):
     state = init_state(2, 2, 32, dtype=torch.float32, device=torch.device(DEVICE))
