@@ -299,6 +299,18 @@ def test_what_a_backward_may_need_is_not_overwritten(way, monkeypatch):
     assert all(k._version == version for k, version in saved)
 
 
+def test_calls_with_gradients_that_complete_no_chunk_copy_only_what_another_state_may_write(stack):
+    x = torch.randn(1, L, C)
+    _, state = run(stack, torch.randn(1, 9 * L, C), L)
+    _, other = run(stack, torch.randn(1, 9 * L, C), L)
+    stack(x, other)  # writes to the room
+    with torch.enable_grad():
+        for _ in range(2):
+            assert places(stack(x[:, :1], state)[1]) == places(state)
+        is_copied = places(stack(x[:, :1], other)[1]) != places(other)
+    assert is_copied != stack.config.offload, "a backward reads what was fetched, not the host's"
+
+
 def test_a_landmark_is_looked_for_only_when_it_may_be_due(stack, monkeypatch):
     """On a GPU each look waits."""
     looks = []
