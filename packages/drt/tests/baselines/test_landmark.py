@@ -99,6 +99,20 @@ def test_gradients_of_both_forms_are_right():
         )
 
 
+@pytest.mark.parametrize("form", [dense, gathered])
+def test_a_landmark_that_no_query_sees_may_hold_anything_in_a_backward_too(form):
+    q, _, k, v, places = random_grid(9)
+    few = places.chunk[0] == 8  # the landmark's own query among them
+    q, places = q[:, few], Places(*(x[:, few] for x in places))
+    found = []
+    for value in (0.0, math.nan):
+        k[:, 8, L], v[:, 8, L] = value, value
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = form(*leaves, places, Reach(1, 2, BASE))
+        found.append(torch.autograd.grad(out.sin().sum(), leaves))
+    assert all(map(torch.equal, *found))
+
+
 @pytest.fixture(params=[(1, 1), (0, 2), (9, 2)], ids=str)
 def stack(request):
     """A stack that retrieves in the laws' sequences, and one that always sees everything."""
