@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from mezzo_gsa.ops.gla import chunk_gla
-from mezzo_gsa.ops.gsa import chunk_gsa
+from mezzo_gsa.ops.gla import chunk_gla, recurrent_gla
+from mezzo_gsa.ops.gsa import chunk_gsa, recurrent_gsa
 
 T = 70  # more than a chunk of 64
 BAD = [math.nan, math.inf, -math.inf]
@@ -17,7 +17,7 @@ def normal(*shape):
 
 def draw(op):
     inputs = {"q": normal(1, T, 4, 3), "k": normal(1, T, 2, 3), "v": normal(1, T, 2, 5)}
-    if op is chunk_gla:
+    if op in (chunk_gla, recurrent_gla):
         return {**inputs, "g": -normal(1, T, 2, 3).abs()}
     return {**inputs, "g": -normal(1, T, 2, 6).abs(), "s": normal(1, T, 2, 6)}
 
@@ -52,3 +52,11 @@ def test_no_tokens_and_no_rows_have_outputs_and_gradients_of_their_shapes(op, sh
     assert all(x.shape[0] == shape[0] and not x.any() for x in states)
     found = torch.autograd.grad(out.sum(), leaves, allow_unused=False)
     assert [x.shape for x in found] == [x.shape for x in leaves]
+
+
+@pytest.mark.parametrize("op", [chunk_gla, recurrent_gla, chunk_gsa, recurrent_gsa])
+def test_autocast_changes_nothing(op):
+    inputs = draw(op)
+    out, _ = op(**inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(op(**inputs)[0], out)

@@ -33,7 +33,7 @@ FORMS = {
     "hgrn2, unbounded": HGRN2._replace(lower_bound=0.0),
     "hgrn2, a bound a channel": HGRN2._replace(lower_bound=0.0),
     "retnet": RETNET,
-    "retnet, scaled": RETNET._replace(rope_scaling=(8.0, 1.0, 4.0, 100.0)),
+    "retnet, scaled": RETNET._replace(rope_scaling=(8.0, 1.0, 4.0, 100.0), norm_eps=0.5),
     "retnet, t2r": RETNET._replace(feature_map="relu"),
 }
 
@@ -200,6 +200,14 @@ def test_heads_channels_and_weights_may_lie_apart(turned):
     assert all(map(torch.equal, found, expected))
 
 
+def test_autocast_changes_no_step():
+    inputs = draw_layer("gla", (1, 2, 2, 16, 32), torch.float32)
+    expected = run(step_gla_layer_, inputs, "reference")
+    with torch.autocast(DEVICE, torch.bfloat16):
+        found = run(step_gla_layer_, inputs, "reference")
+    assert all(map(torch.equal, found, expected))
+
+
 def test_repeats_are_bit_equal_and_rows_do_not_mix():
     inputs = draw_layer("gla", (3, 4, 2, 40, 72), torch.float32)
     y, _ = run(step_gla_layer_, inputs, "triton")
@@ -245,10 +253,14 @@ def test_what_needs_gradients_is_refused():
     inputs = draw((1, 2, 2, 16, 32), torch.float32)
     with pytest.raises(RuntimeError, match="step_gla_ overwrites the state"):
         step_gla_(**{**inputs, "v": inputs["v"].requires_grad_()})
-    layer = draw_layer("gla", (1, 2, 2, 16, 32), torch.float32)
-    layer["norm_weight"].requires_grad_()
-    with pytest.raises(RuntimeError, match="step_gla_layer_ overwrites the state"):
-        step_gla_layer_(**layer)
+    inputs = draw((1, 2, 2, 16, 32), torch.float32)
+    with pytest.raises(RuntimeError, match="step_gla_ overwrites the state"):
+        step_gla_(**{**inputs, "state": inputs["state"].requires_grad_()})
+    for name in ("norm_weight", "log_bounds"):
+        layer = draw_layer("hgrn2, a bound a channel", (1, 2, 2, 16, 32), torch.float32)
+        layer[name].requires_grad_()
+        with pytest.raises(RuntimeError, match="step_gla_layer_ overwrites the state"):
+            step_gla_layer_(**layer)
 
 
 @pytest.mark.parametrize(

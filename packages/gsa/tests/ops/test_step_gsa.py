@@ -157,6 +157,7 @@ def test_the_layer_s_kernels_equal_the_reference(sizes, dtype):
         {"constant": True},
         {"norm": False},
         {"swish": False},
+        {"norm_eps": 0.5},
         {"between": "relu", "constant": True, "norm": False},
     ],
     ids=str,
@@ -274,6 +275,15 @@ def test_a_layer_reads_a_few_tokens_as_it_does_by_chunks(monkeypatch):
         assert_close("y", y * is_real[..., None], truth * is_real[..., None], rtol=1e-4)
         for new, old in zip(after, last, strict=True):
             assert_close("state", new, old, rtol=1e-4)
+
+
+def test_autocast_changes_no_step():
+    sizes = (1, 2, 2, 16, 32, 32)
+    inputs, state = draw_projected(sizes, torch.float32), draw(sizes, torch.float32)["state"]
+    y, after = run_projected(inputs, state, "reference")
+    with torch.autocast(DEVICE, torch.bfloat16):
+        found, last = run_projected(inputs, state, "reference")
+    assert all(map(torch.equal, (found, *last), (y, *after)))
 
 
 def test_repeats_are_bit_equal_and_rows_do_not_mix():
