@@ -198,6 +198,10 @@ def test_heads_channels_and_weights_may_lie_apart(turned):
             laid[name] = x.transpose(0, 2).contiguous().transpose(0, 2)
     found, expected = (run(step_gla_layer_, x, "triton") for x in (inputs | laid, inputs))
     assert all(map(torch.equal, found, expected))
+    inputs = draw_layer("hgrn2, a bound a channel", (1, 2, 2, 4, 4), torch.float32)
+    laid = {"log_bounds": inputs["log_bounds"].t().contiguous().t()}
+    found, expected = (run(step_gla_layer_, x, "triton") for x in (inputs | laid, inputs))
+    assert all(map(torch.equal, found, expected))
 
 
 def test_autocast_changes_no_step():
