@@ -96,7 +96,9 @@ class RunningMean(AbstractMixer):
             y = ReadTwice.apply(y)
         if self.mistake == "words of torch":
             y = nn.functional.scaled_dot_product_attention(y[:, None], h[:, None], h[:, None])[:, 0]
-        last = h[:, -1] if T else given.h
+        last = h[:, -1].clone() if T else given.h
+        if self.mistake == "a view of all tokens" and T:
+            last = h[:, -1]
         if self.mistake == "no tokens forget" and not T:
             last = last * 0
         if self.mistake == "state overwritten" and state is not None:
@@ -186,6 +188,7 @@ def test_a_correct_mixer_passes(name):
         ("step", "reserve shares", "that reserve was given"),
         ("step", "state overwritten", "overwrote field 0"),
         ("state bytes", "bytes miscounted", "state_bytes"),
+        ("state bytes", "a view of all tokens", "bytes are views that keep 140 in memory"),
         ("handled", "fork shares", "a fork of a fork goes on otherwise"),
         ("handled", "rows sorted", r"rows \[1, 0, 1, 2, 1\]"),
         ("handled", "reset forgets a counter", "the row that starts over"),

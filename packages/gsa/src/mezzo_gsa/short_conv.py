@@ -57,7 +57,7 @@ class ShortConv(AbstractMixer):
         if state is None:
             return y, None
         if lengths is None:
-            return y, Past(tokens[:, T:])
+            return y, Past(tokens[:, T:].clone())  # a view would keep the whole segment
         index = lengths[:, None] + torch.arange(before, device=x.device)
         return y, Past(tokens.gather(1, index[..., None].expand(-1, -1, C)))
 

@@ -167,7 +167,7 @@ def check_state_bytes(module: AbstractSequenceModule) -> None:
 
     On a GPU, `state_bytes` and `host_state_bytes` are compared each with the tensors of its side.
     On a CPU there is one side, and their sum counts. Counters (integer tensors) may be counted or
-    left out. The same holds in bfloat16.
+    left out. The same holds in bfloat16. A state must not be a view that keeps a whole segment.
     """
     module = deepcopy(module)
     for dtype, T in product((torch.float32, torch.bfloat16), (1, 8, 15)):
@@ -186,6 +186,11 @@ def check_state_bytes(module: AbstractSequenceModule) -> None:
             assert values <= count <= total, (
                 f"{name}_bytes({T}) = {count}, but the state holds {values} bytes of values there "
                 f"({total} with counters)"
+            )
+            storages = {t.data_ptr(): t for t in (t.untyped_storage() for t in tensors)}
+            kept = sum(t.nbytes() for t in storages.values())
+            assert kept <= total, (
+                f"after {T} tokens the state's {total} bytes are views that keep {kept} in memory"
             )
 
 

@@ -70,7 +70,7 @@ def running_lse(
     some = sums > 0
     z = torch.where(some, top[:, 1:] + sums.where(some, 1.0).log(), float("-inf"))
     borders = torch.cat([z0[:, None], z], dim=1)
-    return borders[:, : z.shape[1]], z, borders[:, -1]
+    return borders[:, : z.shape[1]], z, borders[:, -1].clone()  # a view would keep all tokens
 
 
 def _packed_lse(s: Tensor, z0: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
