@@ -398,13 +398,15 @@ def test_a_row_does_not_depend_on_the_rest_of_the_batch():
     )
 
 
-def test_no_tokens_leave_the_state_alone():
+def test_no_tokens_give_a_copy_of_the_state():
     inputs = draw(2, 0, 2, 1, 4)
-    state = empty_state(inputs)
+    state = reserve(empty_state(inputs), 1, 4)
     for op in (chunk_rat_attention, recurrent_rat_attention):
         out, after = op(**inputs, chunk_size=4, initial_state=state)
         assert out.shape == (2, 0, 2, 4)
-        assert all(torch.equal(a, b) for a, b in zip(after, state, strict=True))
+        for old, new in zip(state, after, strict=True):
+            assert torch.equal(old, new)
+            assert old.data_ptr() != new.data_ptr()
 
 
 def test_reserved_slots_stay_and_change_nothing():

@@ -90,7 +90,8 @@ def _run(
     if cu_seqlens is not None:
         check_borders(name, cu_seqlens, inputs[0].shape[1])
     if not inputs[0].shape[1]:  # no tokens: the empty output still depends on all inputs
-        return [_outputs(inputs).zero_() + sum(x.sum() for x in inputs), *states]
+        copies = (x.clone() for x in states)  # a step may overwrite the result
+        return [_outputs(inputs).zero_() + sum(x.sum() for x in inputs), *copies]
     # Autocast would compute the products of float32 states in 16 bits.
     with without_autocast(inputs[0].device):
         state = state_type(*states) if state_type else states[0]

@@ -49,6 +49,8 @@ def chunk_reference(
             chunks = packed_chunks(T, L, cu_seqlens)
         scan = partial(linear_scan, chunk_size=L, cu_seqlens=cu_seqlens, impl=scan_impl)
         k_run, v_run = scan(keep, k_in).out, scan(keep, v_in).out
+        if state is not None:  # a step may overwrite the result
+            state = RATState(*(x.clone() for x in state))
     else:
         added = torch.full_like(state.lengths, T) if lengths is None else lengths
         chunks = continued_chunks(T, L, state.k_ends.shape[1], state.lengths, added)
