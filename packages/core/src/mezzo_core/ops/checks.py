@@ -91,6 +91,17 @@ def check_counts(
         raise ValueError(f"{op}: {name} must be {allowed}, got {low if low < 0 else high}")
 
 
+def check_no_gradients(
+    op: str, *inputs: Tensor | None, because: str = "overwrites the state"
+) -> None:
+    """Raise a RuntimeError if a gradient would be needed."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        raise RuntimeError(
+            f"{op} {because}, so it has no gradients: "
+            "call it under torch.inference_mode() or torch.no_grad()"
+        )
+
+
 def is_read(x: Tensor) -> bool:
     """Tell whether checks may read the values of x: on a CPU, and not while compiling.
 

@@ -2,14 +2,14 @@
 
 import torch
 from jaxtyping import Float
-from mezzo_core.ops.checks import check_floating
+from mezzo_core.ops.checks import check_floating, check_no_gradients
 from mezzo_core.ops.impl import Impl
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 
 from mezzo_gsa.ops.abc.state import ABCState, shapes_of
 from mezzo_gsa.ops.abc.strengths import Reading, check_reading, gates_and_strengths
-from mezzo_gsa.ops.decoding.checks import check_memory, check_no_gradients, check_parts
+from mezzo_gsa.ops.decoding.checks import check_memory, check_parts
 from mezzo_gsa.ops.gsa.arguments import GSAState, check_inputs
 from mezzo_gsa.ops.gsa.step import step_gsa_
 

@@ -3,22 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from mezzo_core.ops.checks import check_floating, check_number
 from mezzo_core.ops.precision import accumulation_dtype
 from mezzo_core.ops.shapes import Shapes, check_heads, check_one_dtype
 from torch import Tensor
-
-
-def check_no_gradients(
-    op: str, *inputs: Tensor | None, because: str = "overwrites the state"
-) -> None:
-    """Raise a RuntimeError if a gradient would be needed."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        raise RuntimeError(
-            f"{op} {because}, so it has no gradients: "
-            "call it under torch.inference_mode() or torch.no_grad()"
-        )
 
 
 def check_state(op: str, name: str, state: Any, shape: tuple[int, ...], x: Tensor) -> None:

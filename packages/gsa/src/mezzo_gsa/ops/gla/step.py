@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from mezzo_core.ops.checks import check_floating
+from mezzo_core.ops.checks import check_floating, check_no_gradients
 from mezzo_core.ops.form import schema_of
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.precision import accumulation_dtype, without_autocast
@@ -16,7 +16,7 @@ from mezzo_core.positions import rotate
 from torch import Tensor
 from torch.nn import functional as F
 
-from mezzo_gsa.ops.decoding.checks import check_memory, check_no_gradients
+from mezzo_gsa.ops.decoding.checks import check_memory
 from mezzo_gsa.ops.gates.elementwise import bounded_gate, log_gate
 from mezzo_gsa.ops.gla.arguments import (
     LayerForm,

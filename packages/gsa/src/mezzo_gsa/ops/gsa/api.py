@@ -7,14 +7,13 @@ from functools import partial
 
 import torch
 from jaxtyping import Float, Int
-from mezzo_core.ops.checks import check_floating, check_lengths
+from mezzo_core.ops.checks import check_floating, check_lengths, check_no_gradients
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.named_tuples import replaced
 from mezzo_core.ops.precision import accumulation_dtype
 from torch import Tensor
 from torch.nn import functional as F
 
-from mezzo_gsa.ops.decoding.checks import check_no_gradients
 from mezzo_gsa.ops.eager.op import EagerForm, eager_op
 from mezzo_gsa.ops.gates.elementwise import log_gate
 from mezzo_gsa.ops.gates.padding import skip_padding

@@ -8,7 +8,13 @@ from typing import Any, cast
 
 import torch
 from jaxtyping import Float
-from mezzo_core.ops.checks import FLOATING, check_floating, check_number, check_size
+from mezzo_core.ops.checks import (
+    FLOATING,
+    check_floating,
+    check_no_gradients,
+    check_number,
+    check_size,
+)
 from mezzo_core.ops.form import schema_of
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.precision import without_autocast
@@ -16,7 +22,7 @@ from mezzo_core.ops.shapes import Shapes
 from torch import Tensor
 from torch.nn import functional as F
 
-from mezzo_gsa.ops.decoding.checks import check_kind, check_memory, check_no_gradients, check_parts
+from mezzo_gsa.ops.decoding.checks import check_kind, check_memory, check_parts
 from mezzo_gsa.ops.gates.elementwise import log_gate
 from mezzo_gsa.ops.gsa.arguments import (
     Between,

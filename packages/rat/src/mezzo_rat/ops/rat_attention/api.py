@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
+from mezzo_core.ops.checks import check_no_gradients
 from mezzo_core.ops.impl import Impl, resolve_impl
 from mezzo_core.ops.named_tuples import replaced
 from mezzo_core.ops.padding import without_padding
@@ -193,6 +194,7 @@ def step_rat_attention_(
     writes nothing out of bounds.
 
     Raises:
+        RuntimeError: if a gradient would be needed.
         ValueError: also if a row has more than one token; on a CPU, if no slot is left.
     """
     op = "step_rat_attention_"
@@ -201,6 +203,7 @@ def step_rat_attention_(
     check_state(op, "state", state, parts.v, request.form)
     if zvgqk.shape[1] != 1:
         raise ValueError(f"{op}: zvgqk must hold one token of each row, got {zvgqk.shape[1]}")
+    check_no_gradients(op, zvgqk, gate_bias, *state)
     request = replaced(request, initial_state=state)
     no = unsupported_step(request, state)
     if resolve_impl(op, impl, zvgqk.device, no) == "triton":

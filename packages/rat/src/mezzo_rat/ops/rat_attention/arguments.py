@@ -233,9 +233,6 @@ def unsupported(r: Request) -> str | None:
 
 def unsupported_step(r: Request, state: RATState) -> str | None:
     """Return why the kernels do not support this decoding step, or None if they do."""
-    tensors = (*r.parts, *state, r.gate_bias)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        return "gradients of a step"
     return unsupported(r) or scattered(state)
 
 
