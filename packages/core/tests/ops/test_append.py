@@ -228,6 +228,14 @@ def test_a_cache_without_slots_is_refused():
         append_token_(**problem([3, 8], S=0), rope_base=BASE)
 
 
+@pytest.mark.parametrize("name", CACHE)
+def test_rows_that_share_memory_are_refused(name):
+    inputs = problem([3, 8], S=8)
+    inputs[name] = inputs[name][:1].expand_as(inputs[name])
+    with pytest.raises(ValueError, match=f"rows of {name} share memory"):
+        append_token_(**inputs, rope_base=BASE)
+
+
 @impls
 @pytest.mark.any_shapes
 def test_a_bad_rotation_is_refused_before_anything_is_written(impl):

@@ -74,14 +74,17 @@ def append_token_(
 
     Raises:
         TypeError: if an argument or a tensor has a wrong type.
-        ValueError: if a shape, a device, a length, `rope_base` or `impl` is wrong, or an input
-            requires gradients.
+        ValueError: if a shape, a device, a length, `rope_base` or `impl` is wrong, an input
+            requires gradients, or rows that are overwritten share memory (`expand`).
     """
     op = "append_token_"
     _APPENDED.check(op, q, k, v, k_cache, v_cache, lengths)
     check_counts(op, "lengths", lengths)
     check_one_dtype(op, q=q, k=k, v=v)
     check_one_dtype(op, k_cache=k_cache, v_cache=v_cache)
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache), ("lengths", lengths)):
+        if x.shape[0] > 1 and x.stride(0) == 0:
+            raise ValueError(f"{op}: rows of {name} share memory, and are overwritten: clone it")
     if rope_base is not None:
         check_number(op, "rope_base", rope_base, positive=True)
         if q.shape[-1] % 2:
