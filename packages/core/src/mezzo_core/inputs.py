@@ -288,20 +288,19 @@ def start_from(
     Args:
         config: the recipe; its model and tokenizer are replaced.
         run: folder of a run or of a model.
-        tokenizer: takes the place of the model's tokenizer.
+        tokenizer: where the model's tokenizer is now, if it has moved.
         allow_packages: as in `load_model`.
 
     Raises:
         UserError: if the folder holds no model, or one that cannot be built, or the model's
-            tokenizer is not where it was.
+            tokenizer is not where it was, or `tokenizer` is another one.
     """
     folder = find_model(run)
     model, extra = describe_model(folder, allow_packages=allow_packages)
     build_on_meta(model, folder / CONFIG, num_weights=count_weights(folder))
     data = config.data
     if "tokenizer" in extra and isinstance(data, TextConfig):
-        if tokenizer is None:  # the model's must be there
-            told_tokenizer(extra, folder, model.vocab_size)
+        told_tokenizer(extra, folder, model.vocab_size, tokenizer)  # it is there, and the model's
         known = tokenizer or told(extra, "tokenizer", str, folder)
         data = change_texts(data, tokenizer=known, add_bos=_adds_bos(extra))
     return replace(config, model=model, data=data, init_from=str(folder.resolve()))

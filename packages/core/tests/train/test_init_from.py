@@ -139,7 +139,8 @@ def test_a_command_takes_model_and_tokenizer_from_the_folder(tiny, tmp_path):
         start_from(config, tmp_path / "nowhere")
     extra = {"tokenizer": "gone", "data": to_json(DataConfig(add_bos=True))}
     save_model(config.model.build(), config.model, tmp_path / "bos/model", extra)
-    assert start_from(config, tmp_path / "bos", "byte").data == DataConfig(add_bos=True)
+    with pytest.raises(UserError, match="add_bos: the tokenizer 'byte' has no token"):
+        start_from(config, tmp_path / "bos", "byte")
 
 
 def test_a_command_goes_on_when_its_start_is_gone(tiny, tmp_path, start):
@@ -204,6 +205,14 @@ def test_a_model_is_read_from_any_folder(tiny, corpus, tmp_path, monkeypatch):
         numbers["song"],
     ]
     assert start_from(tiny(), folder).data.tokenizer == str(tmp_path / "words.json")
+    (tmp_path / "words.json").rename(tmp_path / "moved.json")
+    moved = start_from(tiny(), folder, str(tmp_path / "moved.json"))
+    assert moved.data.tokenizer == str(tmp_path / "moved.json")
+    (tmp_path / "moved.json").rename(tmp_path / "words.json")
+    backend.add_tokens(["else"])
+    backend.save(str(tmp_path / "other.json"))
+    with pytest.raises(UserError, match=r"'.*other\.json' is not the one that the model was"):
+        start_from(tiny(), folder, str(tmp_path / "other.json"))
     open_told_data(extra, folder, model.vocab_size)
 
 
