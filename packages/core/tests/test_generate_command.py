@@ -127,6 +127,7 @@ def test_a_file_has_a_prompt_on_each_line(command, tmp_path):
     [
         (("--stop", ""), "a text to stop at must have at least one character"),
         (("--logit-bias", "a=1"), "--logit-bias must be TOKEN=NUMBER, such as 17=-inf, got 'a=1'"),
+        (("--logit-bias", "5=-inf", "--logit-bias", "5=3"), "--logit-bias names token 5 twice"),
         (("--logit-bias", "300=1"), "logit_bias must hold token ids in [0, 257), got 300"),
         (("--num-samples", 0), "num_samples must be from 1"),
         (("--num-beams", 0), "num_beams must be from 1"),

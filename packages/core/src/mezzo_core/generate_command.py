@@ -116,13 +116,16 @@ def _steps(
 
 
 def _biases(given: Sequence[str]) -> dict[int, float]:
-    found = {}
+    found: dict[int, float] = {}
     for text in given:
-        token, _, value = text.partition("=")
+        name, _, value = text.partition("=")
         try:
-            found[int(token)] = float(value)
+            token, bias = int(name), float(value)
         except ValueError:
             raise UserError(
                 f"--logit-bias must be TOKEN=NUMBER, such as 17=-inf, got {text!r}"
             ) from None
+        if token in found:
+            raise UserError(f"--logit-bias names token {token} twice: give one number")
+        found[token] = bias
     return found
