@@ -93,11 +93,14 @@ def test_flags_do_what_the_arguments_do(command, model, words, options):
     assert out == written([text for text in prompts for _ in range(len(rows) // 2)], rows)
 
 
-def test_an_assistant_changes_nothing(command, tmp_path):
+def test_an_assistant_changes_nothing(command, model, tmp_path):
     words = ("--prompt", "It is", "--max-new-tokens", 9)
     assert command(*words, "--assistant", tmp_path, "--num-drafted", 2) == command(*words)
     code, _, err = command(*words, "--num-drafted", 2)
     assert (code, err) == (2, "error: --num-drafted goes with --assistant\n")
+    save_model(model, CONFIG, tmp_path / "other", {"tokenizer_identity": "other"})
+    code, _, err = command(*words, "--assistant", tmp_path / "other")
+    assert (code, err.count("'byte' is not the one that the model was trained with")) == (2, 1)
 
 
 def test_beams_write_the_likeliest_text(command, model):

@@ -81,7 +81,12 @@ def add_generate(app: typer.Typer) -> None:
         given: dict[str, Any] = {"stop": ends, "logit_bias": biases, **flags}
         if assistant is not None:
             helper = find_model(assistant)
-            given["assistant"] = load_model(helper, device=chosen, allow_packages=allowed)[0]
+            smaller, _, described = load_model(helper, device=chosen, allow_packages=allowed)
+            try:  # with other tokens, all that it proposes would be in vain
+                told_tokenizer(described, helper, model.vocab_size, tokenizer or extra["tokenizer"])
+            except UserError as error:
+                raise UserError(f"--assistant {assistant}: {error}") from error
+            given["assistant"] = smaller
         given = {name: value for name, value in given.items() if value is not None}
         if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack a model's characters
             sys.stdout.reconfigure(errors="replace")
