@@ -30,7 +30,8 @@ def add_generate(app: typer.Typer) -> None:
         run: Annotated[Path, typer.Argument(help="A training run's folder, or its model/.")],
         *,
         prompt: Annotated[
-            list[str] | None, typer.Option(help="Text to continue; repeat for several.")
+            list[str] | None,
+            typer.Option(help="Text to continue; repeat for several. Else standard input."),
         ] = None,
         prompt_file: Annotated[
             Path | None,

@@ -180,13 +180,19 @@ def test_a_tokenizer_that_was_moved_is_found_in_the_folder(tmp_path):
         export_model(run, tmp_path / "again")
 
 
-def test_every_token_to_stop_at_is_told(tmp_path):
+@pytest.mark.parametrize(
+    ("padding", "token"), [(None, 259), ("en", 256), ("<s>", 259), ("gone", 259)]
+)  # the model has no embedding of "<s>"
+def test_tokens_to_stop_at_and_for_padding_are_told(tmp_path, padding, token):
     name = words(tmp_path / "words")
+    told = {"eos_token": "</s>", "pad_token": padding}
+    (tmp_path / "words/tokenizer_config.json").write_text(json.dumps(told))
     (tmp_path / "words/generation_config.json").write_text('{"eos_token_id": [259, 3]}')
     run = save_run(tmp_path / "run", replace(CONFIG, vocab_size=261), name)
     export_model(run, tmp_path / "out")
     told = GenerationConfig.from_pretrained(tmp_path / "out")
-    assert (sorted(told.eos_token_id), told.pad_token_id) == ([3, 259], 259)
+    assert (sorted(told.eos_token_id), told.pad_token_id) == ([3, 259], token)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").pad_token_id == token
 
 
 def test_layers_of_another_package_need_leave_both_ways(tmp_path):

@@ -70,7 +70,7 @@ def _load_json(path: Path) -> HFTokenizer:
     with library_errors(f"{path} is no tokenizer of the tokenizers library"), panics_unprinted():
         backend = tokenizers.Tokenizer.from_file(str(path))
         checksum = _checksum(path)
-    named = _named_end_token(path)
+    named, pad = (_named_token(path, kind) for kind in ("eos_token", "pad_token"))
     names = END_TOKENS if named is None else (named,)
     found = [token for name in names if (token := backend.token_to_id(name)) is not None]
     if not found:
@@ -79,19 +79,19 @@ def _load_json(path: Path) -> HFTokenizer:
             'name one in tokenizer_config.json beside it: {"eos_token": "..."}'
         )
     stops = _named_stops(path.with_name("generation_config.json"))
-    return HFTokenizer(backend, found[0], f"json {checksum} {found[0]}", str(path), stops)
+    padding = None if pad is None else backend.token_to_id(pad)
+    return HFTokenizer(backend, found[0], f"json {checksum} {found[0]}", str(path), stops, padding)
 
 
-def _named_end_token(path: Path) -> str | None:
-    """Return the end token that a file beside a tokenizer.json names; None if none does."""
+def _named_token(path: Path, kind: str) -> str | None:
+    """Return the `kind`, such as "eos_token", that a file beside a tokenizer.json names, if any."""
     for file in map(path.with_name, ("tokenizer_config.json", "special_tokens_map.json")):
-        token = _read_beside(file).get("eos_token")
+        token = _read_beside(file).get(kind)
         name = token.get("content") if isinstance(token, dict) else token
         if token is not None:
             if not isinstance(name, str) or not name:
                 raise UserError(
-                    f'{file}: "eos_token" must be text, or {{"content": text}}, got '
-                    f"{shorten(token)}"
+                    f'{file}: "{kind}" must be text, or {{"content": text}}, got {shorten(token)}'
                 )
             return name
     return None

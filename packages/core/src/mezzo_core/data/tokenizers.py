@@ -100,7 +100,13 @@ class HFTokenizer:
     """A tokenizer of the `tokenizers` library."""
 
     def __init__(
-        self, backend: Any, eos_token: int, identity: str, name: str, stops: Sequence[int] = ()
+        self,
+        backend: Any,
+        eos_token: int,
+        identity: str,
+        name: str,
+        stops: Sequence[int] = (),
+        pad_token: int | None = None,
     ) -> None:
         """Take a loaded tokenizer.
 
@@ -110,6 +116,7 @@ class HFTokenizer:
             identity: see `Tokenizer`.
             name: its name in messages.
             stops: other tokens that end what a model writes.
+            pad_token: its own token for padding, which only transformers uses.
 
         Raises:
             UserError: if two of its tokens share a number, or it does not have the end token.
@@ -144,6 +151,9 @@ class HFTokenizer:
         special = {number for number, token in added.items() if token.special}
         special.discard(vocabulary.get(getattr(model, "unk_token", None)))
         self.vocab_size: int = 1 + max(numbers - special | {eos_token, self.bos_token or 0})
+        if pad_token is None or pad_token >= self.vocab_size:  # a model has no embedding of it
+            pad_token = eos_token
+        self.pad_token = pad_token
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens, without those that the tokenizer's template would add.

@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from mezzo_core.config_json import from_json, to_json
 from mezzo_core.data.texts import TextConfig, change_texts, texts_of
@@ -67,7 +67,7 @@ def export_model(
     has_text = "tokenizer" in extra or tokenizer is not None
     kept = told_tokenizer(extra, folder, lm.vocab_size, tokenizer) if has_text else None
     written = None if kept is None else to_transformers(kept)
-    special = _special(kept)
+    special = _special(kept, written)
     if layout is None:
         with allowing(allow_packages):
             ours = MezzoForCausalLM.around(lm, MezzoConfig(config, extra, **special))
@@ -165,15 +165,17 @@ def _saved_as_theirs(
     return save
 
 
-def _special(tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return the tokens that `generate` must know."""
-    if tokenizer is None:
+def _special(
+    tokenizer: Tokenizer | None, written: PreTrainedTokenizerFast | None
+) -> dict[str, Any]:
+    """Return the tokens that `generate` must know, of our tokenizer and of what is written."""
+    if tokenizer is None or written is None:
         return {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     stops = list(tokenizer.stop_tokens)
     return {
         "bos_token_id": tokenizer.bos_token,
         "eos_token_id": stops if len(stops) > 1 else stops[0],
-        "pad_token_id": tokenizer.eos_token,
+        "pad_token_id": written.pad_token_id,
     }
 
 

@@ -17,7 +17,8 @@ _END = "<|endoftext|>"
 def to_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     """Return the tokenizer for transformers.
 
-    Padding goes to the left, where `generate` wants it, and is the token that ends a document.
+    Padding goes to the left, where `generate` wants it. It is the tokenizer's own token for it if
+    the model knows that one, else the token that ends a document.
 
     Raises:
         UserError: if the `tokenizers` library cannot give the same tokens, as of some SentencePiece
@@ -33,6 +34,8 @@ def to_transformers(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
         raise UserError(f"{type(tokenizer).__name__} cannot be written as a tokenizer.json")
     end = backend.id_to_token(tokenizer.eos_token)
     named: dict[str, Any] = {"eos_token": end, "pad_token": end}
+    if isinstance(tokenizer, HFTokenizer):
+        named["pad_token"] = backend.id_to_token(tokenizer.pad_token)
     if tokenizer.bos_token is not None:
         named["bos_token"] = begin = backend.id_to_token(tokenizer.bos_token)
         if tokenizer.begin_tokens:
