@@ -81,7 +81,7 @@ def chunk_gsa(
     """Compute gated slot attention by chunks, for training and prefill (GSA paper, algorithm 1).
 
     It equals `recurrent_gsa` for any gates. Differentiable in q, k, v, g, s and the initial state,
-    through both results; there is no double backward.
+    through both results; the kernels have no double backward.
 
     NaN and infinities at a token change no earlier token, no other row and no other packed
     sequence; but on a GPU they may change earlier tokens of the same chunk.
