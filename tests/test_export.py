@@ -60,12 +60,12 @@ def test_a_model_is_exported_for_any_number_of_texts_of_any_length(name):
 
 
 FOURS = 4 * Dim("chunks", min=2)
-MIXERS = (AttentionConfig(head_dim=8, window_size=5), RATConfig(chunk_size=4, head_dim=8))
-OF_ANY_LENGTH = {
-    "mixers": {"mixers": MIXERS},
-    "mamba": {"mixers": (MambaConfig(),)},
-    "drt": {"stack": ONE_LAYER},
-}
+MIXERS = (
+    AttentionConfig(head_dim=8, window_size=5),
+    RATConfig(chunk_size=4, head_dim=8),
+    MambaConfig(),
+)
+OF_ANY_LENGTH = {"mixers": {"mixers": MIXERS}, "drt": {"stack": ONE_LAYER}}
 OF_ONE_LENGTH = {
     "gsa": {"mixers": (GSAConfig(2, num_slots=4),)},
     "recurrent": {"stack": RecurrentStackConfig(1, RecurrentBlockConfig(head_dim=8))},
