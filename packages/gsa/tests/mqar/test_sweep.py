@@ -90,7 +90,8 @@ def test_a_sweep_of_other_models_says_so_and_does_not_go_on_in_the_same_file(tmp
     config = replace(TINY, models=("gla",))
     plain = sweep(config, tmp_path, device="cpu")
     assert "Here: " in plain.header.setting
-    with pytest.raises(UserError, match="has another setting"):
+    shown = r"another setting \(.*epochs 2.*, not .*epochs 1.*remove it"
+    with pytest.raises(UserError, match=shown):
         sweep(replace(config, epochs=1), tmp_path, device="cpu")
     theirs = sweep(replace(config, protocol="authors"), tmp_path, device="cpu")
     assert theirs.path.name == "mqar_authors.json"
@@ -156,12 +157,12 @@ def test_a_sweep_that_cannot_be_is_named(options, message):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"models": ("gsa", "hgrn2"), "widths": (200,)}, "hgrn2 .* 200: head_dim must divide"),
+        ({"models": ("gsa", "hgrn2"), "widths": (200,)}, "hgrn2 .* 200 .*: head_dim must divide"),
         ({"widths": (0,)}, "d_model must be"),
         ({"learning_rates": (math.nan,)}, "lr must be above 0"),
         (
             {"models": ("hgrn2",), "protocol": "authors", "widths": (1,)},
-            "hgrn2 cannot have width 1",
+            "hgrn2 of width 1 cannot be trained",
         ),
     ],
 )

@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -147,6 +148,14 @@ def _check_origin(content: Mapping[str, Any]) -> None:
             raise TypeError(f"{name} must be a text, got {text!r:.60}")
 
 
+def _where_they_differ(was: Any, ours: Any) -> str:
+    """Show two parts of headers, long ones from shortly before the place where they differ."""
+    texts = (repr(was), repr(ours))
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
+    start = max(0, len([*same]) - 40)
+    return ", not ".join(("..." if start else "") + text[start : start + 300] for text in texts)
+
+
 class Result:
     """A result file that is written whole at each addition, so that a kill loses nothing.
 
@@ -186,7 +195,7 @@ class Result:
         _, content, entries = read_file(self.path)
         for name, ours in self._head.items():
             if name != "date" and content.get(name) != ours:
-                was = f"{content.get(name)!r:.300}, not {ours!r:.300}"
+                was = _where_they_differ(content.get(name), ours)
                 raise UserError(
                     f"{self.path} has another {name} ({was}): remove it, or write elsewhere"
                 )

@@ -182,7 +182,7 @@ class SweepConfig:
             configs = [self.run(model, width, lr) for lr in self.learning_rates]
             state_bytes = on_meta(configs[0].model).state_bytes(self.task.seq_len)
         except ValueError as error:
-            raise UserError(f"{model} cannot have width {width}: {error}") from error
+            raise UserError(f"{model} of width {width} cannot be trained: {error}") from error
         seed = self.task.seed
         cells = (Cell(NAMES[model], f"C={width}", seed=seed),)
         work = Tuning(
