@@ -235,5 +235,9 @@ def test_a_run_that_is_done_is_only_read(configs, tmp_path, monkeypatch):
     found = measure_run(configs["Mean"], tmp_path, CPU)
     monkeypatch.setattr(torch.Tensor, "backward", None)  # a step would fail
     assert measure_run(configs["Mean"], tmp_path, CPU, resume=True) == found
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "origin", lambda device: {**origin(device), "commit": "other"})
+        with pytest.raises(UserError, match=r"has another commit \(.*not 'other'.*remove it"):
+            measure_run(configs["Mean"], tmp_path, CPU, resume=True)
     with pytest.raises(TypeError):
         measure_run(configs["Mean"], tmp_path, CPU)

@@ -1,8 +1,10 @@
 """Trains models and measures how well and how fast: the jobs of trainings, and sweeps of rates."""
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -17,14 +19,17 @@ from mezzo_core.data.hub import HUB_PREFIX
 from mezzo_core.data.tokenized_corpus import token_store
 from mezzo_core.errors import UserError
 from mezzo_core.eval.evaluate import evaluate
+from mezzo_core.files import read_json, write_whole
 from mezzo_core.nn.checkpoint import load_model
 from mezzo_core.nn.lm import LM
 from mezzo_core.nn.on_meta import on_meta
 from mezzo_core.nn.stack import Stack
+from mezzo_core.reproduction.origin import origin
 from mezzo_core.reproduction.result_file import DIVERGED, Cell, Entry, Result, say
 from mezzo_core.reproduction.runner import SPEED, Job, run
 from mezzo_core.reproduction.timing import peak_gb, start_afresh
 from mezzo_core.train.config import TrainConfig
+from mezzo_core.train.folder import check_folder
 from mezzo_core.train.log import read_rows
 from mezzo_core.train.loop import DivergenceError, train
 from mezzo_core.train.meter import StepRow
@@ -246,9 +251,12 @@ def measure_run(
 
     Raises:
         DivergenceError: if the loss explodes.
-        UserError: if the log of a run that is only read is gone, damaged or cut off.
+        UserError: if the run in the folder was made at another commit or on another machine, or the
+            log of a run that is only read is gone, damaged or cut off.
         torch.OutOfMemoryError: if the run does not fit into the GPU.
     """
+    check_folder(folder, config, resume=resume, may_move=True)
+    _keep_origin(folder, device, resume=resume)
     start = [] if config.init_from is None else [[0, _loss_before(config, device)]]
     start_afresh()
     taken: list[StepRow] = []
@@ -279,6 +287,23 @@ def measure_run(
             "val": _thinned(start + [[row["step"], row["val_loss"]] for row in tests]),
         },
     }
+
+
+def _keep_origin(folder: Path, device: torch.device, *, resume: bool) -> None:
+    """Keep beside a run where it is made, and refuse to go on with one that was made elsewhere."""
+    path, here = folder / "origin.json", origin(device)
+    ours = {name: here[name] for name in ("commit", "gpu", "torch", "triton", "mezzo_core")}
+    if resume and (folder / "config.json").exists():
+        found = read_json(path) if path.exists() else {}
+        for name, value in ours.items():
+            if found.get(name) != value:
+                raise UserError(
+                    f"the run in {folder} has another {name} ({found.get(name)!r}, not {value!r}): "
+                    "remove it, or write elsewhere"
+                )
+    with suppress(OSError):  # the run will say that it cannot write there
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(ours))
 
 
 def in_words(config: TrainConfig, device: torch.device) -> str:
