@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.checkpoint import load_model, save_model
 from mezzo_core.nn.lm import LMConfig
@@ -114,6 +115,8 @@ def train_one(
     if model == TRANSFORMER:
         yield from training(model, [rate], config, kept=kept).work(cells, folder, device)
         return
+    if not (kept / "model").exists():
+        raise UserError(f"{kept} has no model to start from: add {TRANSFORMER} to --models")
     # The folder may have a Transformer of another text, or a rehearsal's.
     check_folder(kept, configure(FROM_NOTHING, seed, options), resume=True)
     source, described, extra = load_model(kept / "model")

@@ -75,9 +75,11 @@ def corpus(tmp_path):
     return path
 
 
-def test_a_fine_tuning_starts_from_the_converted_transformer(rehearse, corpus):
+def test_a_fine_tuning_starts_from_the_converted_transformer(rehearse, corpus, capsys):
     words = ("--data", str(corpus), "--runs", "runs", "--seeds", "0")
     models = (t2r.TRANSFORMER, "GSA", t2r.CONTROL)
+    assert rehearse("t2r", *words, "--models", models[1])[0] == 2
+    assert "no model to start from: add Transformer to --models" in capsys.readouterr().err
     code, found = rehearse("t2r", *words, "--models", models[0])
     assert (code, set(found)) == (0, {"t2r_rates"})
     (first_alone,) = found["t2r_rates"].entries
