@@ -167,9 +167,10 @@ class StreamedText(TextData):
         mine = (self._stream.rank, self._stream.world_size)
         if (place["rank"], place["world_size"]) != mine:
             raise UserError(
-                f"this place in the stream is of process {place['rank']} of "
-                f"{place['world_size']}, and this is process {mine[0]} of {mine[1]}: "
-                "a streamed run goes on with as many processes as it began with"
+                f"this place in the stream is of part {place['rank']} of "
+                f"{place['world_size']}, and this process reads part {mine[0]} of {mine[1]}: "
+                "a streamed run goes on with as many processes and the same context_parallel "
+                "(--context-parallel) as it began with"
             )
         cursor, used = _Cursor(**place["cursor"]), place["used"]
         self._start(place["step"], cursor, used)

@@ -259,8 +259,8 @@ class Checkpoints:
             raise DamagedError(f"{path} does not hold a random state and a position in the data")
         if data and processes != self.world.size:
             raise UserError(
-                f"it was saved by {processes} processes that each read their own part of a "
-                f"stream: resume with as many, not {self.world.size}"
+                f"it was saved by {processes} processes that read a stream: resume with as many, "
+                f"not {self.world.size}"
             )
         read_tensors(folder, index, tensors)
         try:
