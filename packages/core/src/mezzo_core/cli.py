@@ -321,9 +321,10 @@ def _add_reproduce(app: typer.Typer, load: "Callable[[], Reproduction]") -> None
             str | None,
             typer.Option(help="How much to run: cpu (the default), smoke, for some papers gpu."),
         ] = None,
-        out: Annotated[Path, typer.Option(help="Where the report goes.", callback=expanded)] = Path(
-            "reports"
-        ),
+        out: Annotated[
+            Path,
+            typer.Option(help="Where the report goes, in place of an older.", callback=expanded),
+        ] = Path("reports"),
     ) -> None:
         """Rerun the paper's tables and claims, and write a report beside its numbers."""
         paper = load()

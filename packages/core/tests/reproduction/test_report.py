@@ -58,10 +58,12 @@ def test_what_this_machine_measured_stands_apart(folder):
 def test_a_second_report_removes_the_first_and_leaves_the_users_files(folder):
     (folder / "mine.txt").write_text("keep", encoding="utf-8")
     (folder / "p" / "measured").mkdir()
+    (folder / "p" / "measured" / "speed.json").write_text("{}", encoding="utf-8")
+    (folder / "p" / "figures" / "mine.tex").write_text("keep", encoding="utf-8")
     assert prepare_folder(folder, "p") == folder / "p"
     assert sorted(path.name for path in folder.iterdir()) == ["mine.txt", "p", "q"]
-    assert [path.name for path in (folder / "p").iterdir()] == ["figures"]
-    assert list((folder / "p" / "figures").iterdir()) == []
+    assert list((folder / "p" / "measured").iterdir()) == []
+    assert [path.name for path in (folder / "p" / "figures").iterdir()] == ["mine.tex"]
 
 
 SPEED = Measurement(

@@ -4,7 +4,6 @@ import base64
 import io
 import json
 import re
-import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -98,9 +97,9 @@ def prepare_folder(out: Path, paper: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         for suffix in ("html", "json"):
             (out / f"report.{suffix}").unlink(missing_ok=True)
-        for name in ("figures", "measured"):
-            shutil.rmtree(folder / name, ignore_errors=True)
-        (folder / "figures").mkdir()
+        for old in (*folder.glob("figures/*.png"), *folder.glob("measured/*.json")):
+            old.unlink()
+        (folder / "figures").mkdir(exist_ok=True)
     except OSError as error:
         raise UserError(f"{out}: no report can be written there ({error.strerror})") from error
     return folder
