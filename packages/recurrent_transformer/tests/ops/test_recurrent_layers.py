@@ -326,6 +326,18 @@ def test_a_broken_token_breaks_itself_and_what_follows(impl, block_size):
         assert bad == 1e38 or not z[0, 18:].isfinite().any()
 
 
+@pytest.mark.parametrize("impl", ["reference", "eager"])
+def test_a_value_that_overflows_leaves_the_tokens_of_its_block_before_it(impl):
+    inputs, options, _ = problem((1, 4, {}), norm="none", dtype=torch.float32)
+    options["block_size"] = 4
+    inputs["wv"][..., 0] = 2.0
+    clean, *_ = layers(impl, **options)(**inputs)
+    inputs["x"][0, 2] = 0
+    inputs["x"][0, 2, 0] = 3e38  # its values are infinite, and no NaN
+    z, *_ = layers(impl, **options)(**inputs)
+    assert torch.equal(z[:, :2], clean[:, :2])
+
+
 @cases
 def test_repeats_are_bit_equal(case):
     inputs, options, pull = problem(case, dtype=torch.float32)
