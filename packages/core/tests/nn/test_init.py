@@ -68,6 +68,12 @@ def test_norms_are_reset_too(norm):
     assert (norm.bias == 0).all()
 
 
+def test_a_module_may_override_how_its_parts_start(wide, monkeypatch):
+    kind = type(wide.build().stack.blocks[0])
+    monkeypatch.setattr(kind, "init_own_weights", lambda block: block.mixer.gain.data.fill_(3.0))
+    assert all((block.mixer.gain == 3).all() for block in wide.build().stack.blocks)
+
+
 def test_weights_on_the_meta_device_draw_no_random_number(wide):
     torch.manual_seed(0)
     before = torch.get_rng_state()
