@@ -187,6 +187,17 @@ def test_add_normed_equals_eager(shape, H, layout, norm, dtype, wide, P):
     check("add_normed", (arguments, [x, y, weight]), outputs, layout)
 
 
+@each_norm
+@pytest.mark.parametrize("module", [rows, eager], ids=["triton", "eager"])
+def test_the_norm_after_an_addition_is_that_of_h_as_it_was_rounded(module, norm):
+    draw, form = Draw(torch.bfloat16), form_of(norm)
+    x, y, weight = draw(1, 2, 2, 48), draw(1, 2, 2, 48), draw(1, 48, dtype=FLOAT)
+    h, out, wanted = (torch.empty_like(x) for _ in range(3))
+    module.add_normed(x, y[None], 0.3, weight, form, h, out)
+    module.normed(h, weight, form, wanted)
+    assert torch.equal(out, wanted)
+
+
 @each_dtype
 @each_norm
 @each_shape
