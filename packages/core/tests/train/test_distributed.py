@@ -242,4 +242,5 @@ def test_parts_of_a_sequence_take_the_same_work(tiny):
     window = replace(tiny().model, mixers=(AttentionConfig(head_dim=16, window_size=1),)).build()
     assert part_borders(window, 48, 3) == (0, 16, 32, 48)
     assert part_borders(window, 3, 3) == (0, 1, 2, 3)
+    assert part_borders(model, 5, 5) == (0, 1, 2, 3, 4, 5)
     assert all(border % 128 == 0 for border in part_borders(model, 2**16, 4))
