@@ -89,6 +89,7 @@ def test_temporary_tensors_are_as_far_apart_as_the_allocator_s(device):
             assert torch.equal(call(x), run(x))
     offsets = [offset for each in done[0].calls for _, _, offset, _ in each.places]
     assert {*offsets} == {0, replay.APART}
+    assert done[0].workspace == 2 * replay.APART  # the result is not in it
 
 
 def test_a_recording_keeps_no_memory_of_its_call(device):
