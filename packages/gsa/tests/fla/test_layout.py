@@ -21,6 +21,7 @@ from mezzo_gsa import (
 )
 from mezzo_gsa.convert import TARGETS, convert_config
 from mezzo_gsa.fla import load_fla, to_fla
+from mezzo_gsa.fla.kinds import KINDS
 from mezzo_gsa.recipes import recipe
 from safetensors.torch import load_file, save_file
 
@@ -81,6 +82,16 @@ def test_logits_are_those_of_the_library(case, tmp_path):
         theirs = model(TOKENS).logits
     assert_close("logits", logits(*load_fla(tmp_path)), theirs, rtol=1e-5)
     assert theirs.std() > 0.3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_key_that_is_missing_has_the_value_that_the_library_gives_it(kind, tmp_path):
+    published(tmp_path, f"{kind} as it is", hidden_size=128, intermediate_size=None)
+    path, described = tmp_path / "config.json", load_fla(tmp_path)[0]
+    told = json.loads(path.read_text())
+    needed = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+    path.write_text(json.dumps({key: told[key] for key in needed}))
+    assert load_fla(tmp_path)[0] == described
 
 
 @pytest.mark.parametrize("case", CASES)
