@@ -120,13 +120,21 @@ def test_a_cache_of_its_own_abc_goes_on_with_its_own_kernel(counted):
 
 
 def test_what_our_kernels_do_not_support_goes_to_its_own(counted):
-    from fla.layers import gla
+    from fla.layers import gla, gsa
 
-    q, k, v = (torch.randn(1, 5, 2, 16) for _ in range(3))
+    q, k, v, s = (torch.randn(1, 5, 2, 16) for _ in range(4))
     gk = -torch.rand(1, 5, 2, 16)
-    theirs = gla.fused_recurrent_gla(q, k, v, gk=gk, reverse=True)[0]
+
+    def reversed_outputs():
+        outs = (
+            gla.fused_recurrent_gla(q, k, v, gk=gk, reverse=True),
+            gsa.fused_recurrent_gsa(q, k, v, s, gk, reverse=True),
+        )
+        return torch.stack([out for out, _ in outs])
+
+    theirs = reversed_outputs()
     with accelerate_fla():
-        assert torch.equal(gla.fused_recurrent_gla(q, k, v, gk=gk, reverse=True)[0], theirs)
+        assert torch.equal(reversed_outputs(), theirs)
         assert not counted
         gla.fused_recurrent_gla(q, k, v, gk=gk, reverse=False)
         assert counted == ["chunk_gla"]
@@ -138,9 +146,10 @@ def test_a_second_call_changes_nothing_and_close_undoes_the_first():
     before = gsa.chunk_gsa
     first = accelerate_fla()
     ours = gsa.chunk_gsa
-    accelerate_fla().close()
+    second = accelerate_fla()
     assert gsa.chunk_gsa is ours is not before
     first.close()
+    second.close()
     assert gsa.chunk_gsa is before
 
 
