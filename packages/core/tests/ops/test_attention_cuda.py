@@ -6,6 +6,7 @@ import pytest
 import torch
 from mezzo_core.ops.attention import attention, flash4
 from mezzo_core.ops.attention.flex import (
+    _block_mask,
     attention_flex,
     interval_blocks,
     make_block_mask,
@@ -33,6 +34,7 @@ from .attention_inputs import borders, problem
         (300, 300, False, None, [100, 200]),
         (300, 500, False, None, None),
         (500, 300, False, 50, None),
+        (700, 300, False, 50, None),
     ],
 )
 def test_block_masks_skip_only_what_no_query_sees(T, S, causal, window_size, lengths):
@@ -59,6 +61,21 @@ def test_block_masks_skip_only_what_no_query_sees(T, S, causal, window_size, len
     # And it does skip: blocks beyond the diagonal are never listed.
     if causal:
         assert not (some_seen | all_seen).triu(1).any()
+
+
+def test_a_mask_that_is_kept_serves_the_same_calls_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    first = (9, 9, True, None, None)
+    others = [(9, 9, True, 4, None), (9, 9, False, 4, None), (8, 9, False, 4, None)]
+    for T, S, causal, window_size, lengths in (first, *others, (*first[:4], [4, 5])):
+        q, k = torch.zeros(1, T, 1, 1), torch.zeros(1, S, 1, 1)
+        cu_seqlens = None if lengths is None else borders(lengths)
+        request = Request(q, k, k, causal, window_size, None, 1.0, cu_seqlens, None, None, False)
+        mask, again = (_block_mask(request, cached=True) for _ in range(2))
+        i, j = torch.arange(T)[:, None], torch.arange(S)
+        assert mask.seq_lengths == (T, S)
+        assert torch.equal(mask.mask_mod(None, None, i, j).expand(T, S), visible_keys(request)[0])
+        assert (again is mask) == (lengths is None)
 
 
 @pytest.mark.parametrize("window_size", [None, 1, 200])
