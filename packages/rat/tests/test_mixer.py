@@ -69,6 +69,26 @@ def test_bfloat16_weights_give_bfloat16_outputs_and_float32_running_states():
     assert state.k.dtype == torch.float32
 
 
+def test_a_reserved_state_is_contiguous_as_the_kernels_need_it():
+    mixer = RATConfig(4, head_dim=8).build(C)
+    _, state = mixer(torch.randn(2, 6, C), mixer.init_state(2))
+    strided = type(state)(*(x.mT.contiguous().mT if x.ndim > 1 else x for x in state))
+    assert not strided.k.is_contiguous()
+    for num_tokens in (1, 9):  # without a new slot, and with some
+        reserved = mixer.reserve(strided, num_tokens)
+        assert all(x.is_contiguous() for x in reserved)
+
+
+@torch.no_grad()
+def test_a_row_whose_slots_are_full_is_refused_before_its_step():
+    mixer = RATConfig(4, head_dim=8).build(C)
+    _, state = mixer(torch.randn(2, 8, C), mixer.init_state(2), lengths=torch.tensor([7, 8]))
+    x = torch.randn(2, 1, C)
+    mixer.check_step(x, state._replace(lengths=torch.tensor([7, 7])))
+    with pytest.raises(ValueError, match="no slot left"):
+        mixer.check_step(x, state)
+
+
 @pytest.mark.parametrize(
     ("chunk_size", "span", "high"), [(16, None, 15.0), (2, None, 1.0), (64, 16, 15.0)]
 )
