@@ -89,6 +89,18 @@ def test_a_row_whose_slots_are_full_is_refused_before_its_step():
         mixer.check_step(x, state)
 
 
+@torch.no_grad()
+def test_gates_of_low_rank_are_products_of_two_matrices():
+    low, full = (RATConfig(4, head_dim=8, gate_rank=rank).build(C) for rank in (3, None))
+    z, v, g, q, k = low.in_proj.weight.split(low.widths)
+    gates = low.z_proj.weight @ z, low.g_proj.weight @ g
+    full.in_proj.weight.copy_(torch.cat([gates[0], v, gates[1], q, k]))
+    full.out_proj.weight.copy_(low.out_proj.weight)
+    full.gate_bias.copy_(low.gate_bias)
+    x = torch.randn(2, 9, C)
+    assert_close("y", low(x)[0], full(x)[0], rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("chunk_size", "span", "high"), [(16, None, 15.0), (2, None, 1.0), (64, 16, 15.0)]
 )
