@@ -70,10 +70,16 @@ def test_a_convolution_is_torchs(width):
     theirs = torch.nn.Conv1d(C, C, width, groups=C)
     theirs.weight.data = ours.weight.flip(0).T[:, None]
     theirs.bias.data = ours.bias.data
-    assert ours.weight.abs().max() < width**-0.5
     x = torch.randn(2, 9, C)
     padded = torch.nn.functional.pad(x.transpose(1, 2), (width - 1, 0))
     torch.testing.assert_close(ours(x)[0], theirs(padded).transpose(1, 2))
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_convolution_starts_as_torchs_does(width):
+    torch.manual_seed(0)
+    for parameter in ShortConv(1000, width).parameters():
+        assert 0.98 * width**-0.5 < parameter.abs().max() <= width**-0.5
 
 
 def test_positions_are_added_and_run_out():
