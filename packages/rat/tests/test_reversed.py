@@ -55,6 +55,24 @@ def test_the_forget_gates_decide_what_passes_from_chunk_to_chunk():
         assert torch.equal(mixer(x)[0][:, 3:], mixer(other)[0][:, 3:])
 
 
+@pytest.mark.parametrize(
+    "config", [RATReversedConfig(4, head_dim=64, span=16), LinearRNNConfig(span=16)], ids=str
+)
+def test_gates_start_with_memories_of_up_to_the_span(config):
+    u = config.build(1024).gate_bias.detach().exp()
+    assert 14.5 < u.max() <= 15 + 1e-4
+    assert abs(u.mean() - 8) < 0.05 * 15
+
+
+@torch.no_grad()
+def test_what_passes_from_chunk_to_chunk_stays_in_float32():
+    mixer = build(3).bfloat16()
+    mixer.gate_bias.fill_(1e4)  # keep everything
+    state = mixer.init_state(2)._replace(h=torch.randn(2, 4, 4))
+    _, after = mixer(torch.randn(2, 4, C).bfloat16(), state)
+    assert torch.equal(after.h, state.h)
+
+
 def test_weights_are_those_of_attention_and_a_low_rank_gate():
     with torch.device("meta"):
         mixer = RATReversedConfig(64, head_dim=64, gate_rank=64).build(1024)
