@@ -3,6 +3,7 @@
 import pytest
 import torch
 from mezzo_core.nn import init_weights
+from mezzo_core.positions import rotate
 from mezzo_core.testing import assert_close
 from mezzo_gsa.abc import ABCConfig
 from mezzo_gsa.gated_abc import GatedABCConfig
@@ -48,6 +49,27 @@ def test_it_is_equations_3_and_4_or_a_running_average(reading, scaled):
     o = F.silu(torch.stack(outs))
     y = F.rms_norm(o, (C,), eps=1e-5) @ mixer.out_proj.weight.T
     assert_close("y", mixer(x)[0][0], y, rtol=1e-10)
+
+
+@pytest.mark.parametrize("rope_base", [50.0, None])
+@torch.no_grad()
+def test_the_gated_one_averages_by_bounded_scores_and_rotates_by_its_own_base(rope_base):
+    H, M, K, V, T = 2, 5, 8, 4, 7
+    config = GatedABCConfig(H, M, 1.0, 0.5, rope_base, score_bounds=(-1.0, 2.0), norm_eps=0.1)
+    mixer, x = build(config).double(), torch.randn(1, T, C, dtype=torch.float64)
+    q, k, v, z, s = (x[0] @ mixer.in_proj.weight.T).split([H * K, H * K, H * V, H * V, H * M], -1)
+    q, k, v, s = (part.view(T, H, -1) for part in (q, k, v, s))
+    if rope_base is not None:
+        q, k = (rotate(part[None], torch.arange(T), rope_base)[0] for part in (q, k))
+    weights, outs = s.clamp(-1, 2).exp(), []
+    for t in range(T):
+        share = weights[: t + 1] / weights[: t + 1].sum(0)
+        slots_k = torch.einsum("thm,thd->hmd", share, k[: t + 1])
+        slots_v = torch.einsum("thm,thd->hmd", share, v[: t + 1])
+        p = torch.einsum("hmd,hd->hm", slots_k, q[t] * K**-0.5).softmax(-1)
+        outs.append(torch.einsum("hm,hmd->hd", p, slots_v))
+    o = F.rms_norm(torch.stack(outs), (V,), eps=0.1).flatten(1) * F.silu(z)
+    assert_close("y", mixer(x)[0][0], o @ mixer.out_proj.weight.T, rtol=1e-10)
 
 
 @pytest.mark.parametrize(
