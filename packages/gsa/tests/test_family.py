@@ -104,8 +104,10 @@ def mixer(request):
 @pytest.mark.parametrize(
     "config", [GSAConfig, GatedABCConfig, GLAConfig, RetNetConfig, HGRN2Config]
 )
-def test_the_norm_has_the_epsilon_that_is_told(config):
-    assert config(norm_eps=0.25).build(128).norm.eps == 0.25
+def test_the_norm_has_the_epsilon_that_is_told_in_steps_too(config):
+    mixer = build(config(norm_eps=0.25), 128, std=0.1)
+    assert mixer.norm.eps == 0.25
+    check_step(mixer, [0, 2], 2)
 
 
 @pytest.mark.parametrize(("name", "law"), each_law(CONFIGS, AS_OTHERS))
