@@ -18,7 +18,7 @@ PARTS = {
     "block": BLOCK,
     "layer norm": RecurrentBlockConfig(head_dim=8, norm="layer", alibi=None),
     "no norm": RecurrentBlockConfig(head_dim=16, norm="none", residual_scale=0.2, alibi="press"),
-    "raw persistent pair": RecurrentBlockConfig(head_dim=4, persistent_norm=False),
+    "raw persistent pair": RecurrentBlockConfig(head_dim=4, persistent_norm=False, norm_eps=0.1),
     "stack": RecurrentStackConfig(3, BLOCK),
     "transformer": TransformerBlockConfig(head_dim=4),
 }
