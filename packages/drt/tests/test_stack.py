@@ -26,7 +26,7 @@ FORMS = {
     "one group": replace(CONFIG, num_groups=1),
     "as released": replace(CONFIG, projections=False),
     "text": replace(CONFIG, residual="text"),
-    "softmax": replace(CONFIG, softmax1=False),
+    "softmax, three heads": replace(CONFIG, softmax1=False, head_dim=4),
     "fixed": replace(CONFIG, retriever="fixed"),
 }
 
@@ -44,7 +44,8 @@ def build(config, dtype=torch.float64):
 
 def define(stack, x):
     """Return the stack's outputs for one sequence x (T, C), place by place."""
-    config, H = stack.config, C // D
+    config, D = stack.config, stack.config.head_dim
+    H = C // D
     stream = []
     for t, token in enumerate(x):
         stream.append(token)
@@ -131,6 +132,15 @@ def test_the_stack_is_what_the_paper_defines(form):
     x = torch.randn(1, 7 * L + 2, C, dtype=torch.float64)
     with torch.no_grad():
         assert_close("outputs", stack(x)[0][0], define(stack, x[0]), rtol=1e-10)
+
+
+def test_norms_have_the_epsilon_that_is_told_but_for_those_within_the_encoder():
+    stack = build(replace(CONFIG, projections=False, num_encoder_layers=1, norm_eps=0.25))
+    assert len(stack.encoder.layers) == 1
+    for name, norm in stack.named_modules():
+        if isinstance(norm, nn.RMSNorm):
+            is_within = name.startswith("encoder.") and name != "encoder.input_norm"
+            assert norm.eps == (1e-6 if is_within else 0.25), name
 
 
 def test_a_token_reads_far_beyond_the_window_but_not_before_the_third_chunk():
