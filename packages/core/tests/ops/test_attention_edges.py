@@ -75,6 +75,17 @@ def test_a_block_multiplies_no_keys_beyond_its_window(causal):
     assert max(keys.stop for keys in read) == T
 
 
+def test_values_that_are_all_alike_leave_queries_no_gradient_in_half_precision():
+    """Each score's gradient is the difference of two equal products, which must be exact."""
+    torch.manual_seed(0)
+    q, k, dout = (torch.randn(1, 9, 2, 64).bfloat16() for _ in range(3))
+    v = torch.randn(1, 1, 2, 64).bfloat16().expand(1, 9, 2, 64)
+    q.requires_grad_()
+    out = attention(q, k, v, impl="blocked").out
+    assert torch.equal(out, v)
+    assert torch.autograd.grad(out, q, dout)[0].abs().max() < 1e-5
+
+
 def test_gradients_of_keys_are_summed_over_blocks_in_float32():
     q, (k, v) = torch.zeros(1, 896, 1, 4).bfloat16(), torch.zeros(2, 1, 1, 1, 4).bfloat16()
     dout = torch.full((1, 896, 1, 4), 1 + 2**-7).bfloat16()
