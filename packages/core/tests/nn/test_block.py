@@ -60,6 +60,12 @@ def test_norms_are_what_the_config_says():
             assert_close(name, norm(x), y, rtol=1e-5)
 
 
+def test_all_norms_of_a_model_have_its_epsilon():
+    model = LMConfig(vocab_size=11, d_model=C, mixers=(AttentionConfig(8),), norm_eps=0.25).build()
+    norms = [module for module in model.modules() if isinstance(module, nn.RMSNorm)]
+    assert [norm.eps for norm in norms] == [0.25] * 3
+
+
 def test_bytes_of_mixers_on_the_host_are_told(monkeypatch):
     model = LMConfig(vocab_size=11, d_model=C, mixers=(AttentionConfig(8),) * 2).build()
     monkeypatch.setattr(Attention, "host_state_bytes", lambda _, num_tokens: 5 * num_tokens)
