@@ -19,14 +19,18 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(params=CONFIGS)
-def block(request):
+def build(name):
     torch.manual_seed(0)
-    block = CONFIGS[request.param].build(C)
+    block = CONFIGS[name].build(C)
     for part in block.modules():
         if isinstance(part, nn.RMSNorm | nn.LayerNorm):
             nn.init.normal_(part.weight, mean=1.0, std=0.3)
     return block
+
+
+@pytest.fixture(params=CONFIGS)
+def block(request):
+    return build(request.param)
 
 
 @pytest.mark.parametrize("law", ["segments", "packed", "ragged", "step", "gradients", "precision"])
@@ -39,10 +43,11 @@ def test_arguments_replaced_are_refused_by_name(name):
     check_module_arguments(CONFIGS[name].build(C))
 
 
-def test_both_branches_are_scaled_and_normed(block):
-    x = torch.randn(2, 9, C)
-    h = x + block.residual_scale * block.mixer(block.mixer_norm(x))[0]
-    expected = h + block.residual_scale * block.mlp(block.mlp_norm(h))
+@pytest.mark.parametrize("name", CONFIGS)
+def test_both_branches_are_scaled_and_normed(name):
+    block, scale, x = build(name), CONFIGS[name].residual_scale, torch.randn(2, 9, C)
+    h = x + scale * block.mixer(block.mixer_norm(x))[0]
+    expected = h + scale * block.mlp(block.mlp_norm(h))
     assert_close("y", block(x)[0], expected, rtol=1e-6)
 
 
