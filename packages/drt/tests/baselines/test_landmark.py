@@ -1,6 +1,7 @@
 """Landmark attention is its definition in both forms, and a stack that keeps the contract."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -203,6 +204,13 @@ def test_a_landmark_model_in_training_is_told_by_all_its_weights():
     for name, weight in model.named_parameters():
         assert weight.grad is not None, name
         assert weight.grad.abs().sum() > 0, name
+
+
+def test_a_stack_rotates_by_the_base_that_is_told():
+    config, x = LandmarkConfig(num_layers=1, head_dim=D, chunk_size=3), torch.randn(1, 9, C)
+    near, far = config.build(C), replace(config, rope_base=30.0).build(C)
+    far.load_state_dict(near.state_dict())
+    assert not torch.allclose(near(x)[0], far(x)[0], atol=1e-4)
 
 
 def test_fields_replaced_are_named_or_right():

@@ -12,6 +12,7 @@ from mezzo_drt.baselines import BlockRecurrentConfig, block_recurrent_lm, landma
 from mezzo_drt.needles import PasskeyConfig
 from mezzo_drt.recipes import RECIPES, SIZES, tiny
 from mezzo_drt.stack import DRTConfig
+from torch import nn
 
 PAPER = SIZES["128m_pg19"]()
 TINY_STACK = DRTConfig(num_layers=2, head_dim=8, hidden=24, chunk_size=4, window_size=16)
@@ -42,6 +43,14 @@ def test_one_layer_is_recurrent_the_tenth_of_twelve():
     mixers = block_recurrent_lm(PAPER).mixers
     kinds = [type(mixer) for mixer in mixers]
     assert kinds == [AttentionConfig] * 9 + [BlockRecurrentConfig] + [AttentionConfig] * 2
+
+
+@pytest.mark.parametrize("make", [landmark_lm, block_recurrent_lm])
+def test_all_norms_have_the_epsilon_that_is_told(make):
+    with torch.device("meta"):
+        model = make(replace(TINY, drt=replace(TINY.drt, norm_eps=0.25))).build()
+    norms = [module for module in model.modules() if isinstance(module, nn.RMSNorm)]
+    assert {norm.eps for norm in norms} == {0.25}
 
 
 @pytest.fixture(params=TINY_MODELS)
