@@ -47,6 +47,13 @@ def test_every_law_is_kept(name, law):
     LAWS[law](build(name))
 
 
+@pytest.mark.parametrize("config", [RecurrentBlockConfig, TransformerBlockConfig])
+def test_all_norms_of_a_layer_have_its_epsilon(config):
+    layer = config(head_dim=4, norm_eps=0.25).build(C)
+    norms = [module for module in layer.modules() if isinstance(module, nn.RMSNorm)]
+    assert [norm.eps for norm in norms] == [0.25] * 4
+
+
 def test_arguments_replaced_are_refused_by_name(part):
     check_module_arguments(part)
 
