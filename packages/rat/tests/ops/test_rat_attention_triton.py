@@ -16,7 +16,7 @@ from mezzo_rat.ops.rat_attention import (
     step_rat_attention_,
 )
 from mezzo_rat.ops.rat_attention.arguments import Form
-from mezzo_rat.ops.rat_attention.triton import step
+from mezzo_rat.ops.rat_attention.triton import launches, step
 from torch._subclasses import FakeTensorMode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -103,6 +103,13 @@ def test_packed_sequences_equal_the_reference(lengths, rope):
     borders = torch.tensor([0, *itertools.accumulate(lengths), sum(lengths)], device=DEVICE)
     inputs = draw(1, sum(lengths), 2, 1, 32)
     check(inputs, H=2, G=1, chunk_size=16, rope=rope, cu_seqlens=borders)
+
+
+def test_a_packed_sequence_that_begins_at_a_tiles_last_slot_is_read_by_its_later_chunks():
+    first = launches.TILES_FLOAT32[1] - 1
+    inputs = draw(1, first + 3, 2, 1, 32)
+    borders = torch.tensor([0, first, first + 3], device=DEVICE)
+    check(inputs, H=2, G=1, chunk_size=1, cu_seqlens=borders)
 
 
 @pytest.mark.parametrize("logit", [float("inf"), float("-inf"), 50.0, -50.0, -1e-4])
