@@ -326,6 +326,14 @@ def test_a_broken_token_breaks_itself_and_what_follows(impl, block_size):
         assert bad == 1e38 or not z[0, 18:].isfinite().any()
 
 
+def test_outputs_of_no_token_have_no_gradient_of_the_past():
+    inputs, options, _ = problem((2, 0, {"seen": (4, 0)}))
+    past = {name: inputs[name].requires_grad_() for name in "kv"}
+    z, *_ = layers("eager", **options)(**inputs)
+    for found in torch.autograd.grad(z.sum(), past.values()):
+        assert (found == 0).all()
+
+
 @pytest.mark.parametrize("impl", ["reference", "eager"])
 def test_a_value_that_overflows_leaves_the_tokens_of_its_block_before_it(impl):
     inputs, options, _ = problem((1, 4, {}), norm="none", dtype=torch.float32)
