@@ -94,6 +94,21 @@ def test_a_key_that_is_missing_has_the_value_that_the_library_gives_it(kind, tmp
     assert load_fla(tmp_path)[0] == described
 
 
+@pytest.mark.parametrize("case", ["gla", "retnet"])
+def test_norms_that_are_not_fused_are_found_by_their_name(case, tmp_path):
+    model = published(tmp_path, case, fuse_norm=False)
+    found = load_fla(tmp_path)[1]["stack.blocks.1.mixer.norm.weight"]
+    assert torch.equal(found, model.model.layers[1].attn.g_norm.weight)
+
+
+def test_the_width_of_hgrn2s_heads_may_follow_from_their_number(tmp_path):
+    published(tmp_path, "hgrn2")  # heads of 16 channels of 64
+    path, described = tmp_path / "config.json", load_fla(tmp_path)[0]
+    told = json.loads(path.read_text())
+    path.write_text(json.dumps({**told, "expand_ratio": None, "num_heads": 4}))
+    assert load_fla(tmp_path)[0] == described
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_is_written_back_to_the_bit(case, tmp_path):
     model = published(tmp_path, case)
