@@ -142,8 +142,9 @@ def test_what_our_kernels_do_not_support_goes_to_its_own(counted):
 
 def test_a_second_call_changes_nothing_and_close_undoes_the_first():
     from fla.layers import gsa
+    from fla.modules.activations.ops import swiglu_fwd_kernel
 
-    before = gsa.chunk_gsa
+    before, tuned = gsa.chunk_gsa, swiglu_fwd_kernel.configs
     first = accelerate_fla()
     ours = gsa.chunk_gsa
     second = accelerate_fla()
@@ -151,6 +152,7 @@ def test_a_second_call_changes_nothing_and_close_undoes_the_first():
     first.close()
     second.close()
     assert gsa.chunk_gsa is before
+    assert swiglu_fwd_kernel.configs is tuned
 
 
 def test_another_release_is_refused(monkeypatch):

@@ -56,8 +56,9 @@ def accelerate_fla() -> ExitStack:
             setattr(module, name, _in_place_of(theirs, ours))
             undo.callback(setattr, module, name, theirs)
     for tuner in _tuners():
-        undo.callback(setattr, tuner, "configs", tuner.configs)
-        tuner.configs = [_usual(tuner.configs)]
+        if len(tuner.configs) > 1:  # an earlier call may have chosen one already
+            undo.callback(setattr, tuner, "configs", tuner.configs)
+            tuner.configs = [_usual(tuner.configs)]
     return undo
 
 
