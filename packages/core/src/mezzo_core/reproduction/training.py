@@ -255,7 +255,7 @@ def measure_run(
             log of a run that is only read is gone, damaged or cut off.
         torch.OutOfMemoryError: if the run does not fit into the GPU.
     """
-    check_folder(folder, config, resume=resume, may_move=True)
+    check_folder(folder, config, resume=resume, may_move=True)  # before anything is written there
     _keep_origin(folder, device, resume=resume)
     start = [] if config.init_from is None else [[0, _loss_before(config, device)]]
     start_afresh()
@@ -290,7 +290,10 @@ def measure_run(
 
 
 def _keep_origin(folder: Path, device: torch.device, *, resume: bool) -> None:
-    """Keep beside a run where it is made, and refuse to go on with one that was made elsewhere."""
+    """Keep beside a run where it is made, and refuse to go on with one that was made elsewhere.
+
+    Else a new result file would name this commit and machine for what others made.
+    """
     path, here = folder / "origin.json", origin(device)
     ours = {name: here[name] for name in ("commit", "gpu", "torch", "triton", "mezzo_core")}
     if resume and (folder / "config.json").exists():
