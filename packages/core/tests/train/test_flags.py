@@ -91,6 +91,7 @@ def test_a_task_takes_no_flags_of_a_text(tiny):
         ("diverged after 3 steps", "diverged after 3 steps"),
         ("a lower lr than 1 may help", "a lower lr (--lr) than 1 may help"),
         ("vocab_size = 1: --vocab-size 257 fits", "vocab_size = 1: --vocab-size 257 fits"),
+        ("no setting is 'lr'", "no setting is 'lr'"),
         ("batch_size = 4, batch_size 5", "batch_size (--batch-size) = 4, batch_size 5"),
     ],
 )

@@ -131,13 +131,14 @@ _PLAIN_WORDS = {flag.field for flag in FLAGS if "_" not in flag.field} - {"lr"}
 """Fields whose names are also plain words: they are the field only where a message begins."""
 _FIELD = re.compile(
     rf"^(?:\w+Config\.)?({'|'.join(_PLAIN_WORDS)})\b(?= must| =|\[)"
-    rf"|\b(?:\w+Config\.)?({'|'.join({flag.field for flag in FLAGS} - _PLAIN_WORDS)})\b"
+    rf"|(?<!')\b(?:\w+Config\.)?({'|'.join({flag.field for flag in FLAGS} - _PLAIN_WORDS)})\b"
 )
 
 
 def with_flags(message: str, given: Mapping[str, Any] | None = None) -> str:
     """Return an error's message in which each field that it names is followed by its flag.
 
+    A name that a quote begins is the user's own word, and stays.
     If several fields have this name, the one whose flag was given is meant.
     """
     asked = [flag for flag in FLAGS if given and given.get(flag.name) is not None]
