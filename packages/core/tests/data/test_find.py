@@ -49,8 +49,10 @@ def test_what_is_left_out_of_a_folder_is_said(folder, caplog):
     expected = ["a.txt", "b.jsonl.zst", "d.csv.gz", "part/b.txt", "part/deep/c.txt"]
     assert names(folder) == expected
     (line,) = caplog.messages
-    assert "left out 4 of its files: c.json, e.bz2, gone.png, notes.md" in line
+    assert "left out 4 of its files: c.json, e.bz2, gone.png, notes.md (a glob" in line
     assert names(folder, "*.json") == names(folder, "c.json") == ["c.json"]
+    names(folder, "part/*")
+    assert caplog.messages[-1].endswith("left out 1 of its files: notes.md")
 
 
 @pytest.mark.timeout(60)

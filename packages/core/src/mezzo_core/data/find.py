@@ -63,12 +63,10 @@ def find_files(source: str) -> list[Path]:
     if not once:
         raise UserError(f"no {', '.join(FORMATS)} file with text in {source!r}")
     if others:
-        logger.warning(
-            "%s: left out %d of its files: %s (a glob that ends in .json reads .json files)",
-            source,
-            len(others),
-            ", ".join(sorted(others)[:5]),
-        )
+        has_json = any(split_suffix(Path(name))[0] == ".json" for name in others)
+        hint = " (a glob that ends in .json reads .json files)" if has_json else ""
+        shown = ", ".join(sorted(others)[:5])
+        logger.warning("%s: left out %d of its files: %s%s", source, len(others), shown, hint)
     return list(once.values())
 
 
