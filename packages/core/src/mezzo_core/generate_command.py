@@ -38,7 +38,8 @@ def add_generate(app: typer.Typer) -> None:
             typer.Option(help="A file with a text to continue on each line that is not blank."),
         ] = None,
         stop: Annotated[
-            list[str] | None, typer.Option(help="End where this is written; repeat for several.")
+            list[str] | None,
+            typer.Option(help="End after the token that completes this; repeat for several."),
         ] = None,
         logit_bias: Annotated[
             list[str] | None,

@@ -12,7 +12,8 @@ _SILENT = 16
 def stop_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> Callable[[Sequence[int]], bool]:
     """Return a function for `generate(stop=...)` that ends after one of the texts.
 
-    A text is found however it is cut into tokens, and also where it begins inside one.
+    A text is found however it is cut into tokens, and also where it begins or ends inside one;
+    that token is kept whole.
 
     Raises:
         ValueError: if there is no text, or one is empty.
