@@ -56,6 +56,8 @@ class RunningMean(AbstractMixer):
         given = state if state is not None else self.init_state(B)
         if self.mistake == "state forgotten":
             given = self.init_state(B)
+        if self.mistake == "state detached":
+            given = given._replace(h=given.h.detach())
         if self.mistake == "inference forgotten" and given.h.is_inference():
             given = self.init_state(B)
         if self.mistake == "state returned in training" and state is None:
@@ -198,6 +200,7 @@ def test_a_correct_mixer_passes(name):
         ("programs", "the sum is said to stay", "row . after .*rollback"),
         ("programs", "lengths ignored", "row . after "),
         ("gradients", "score detached", "the gradients say"),
+        ("gradients", "state detached", "dx by two segments"),
         ("padding's gradients", "padding masked late", "nan in padding reached the gradient of sc"),
         ("empty", "no tokens forget", "no tokens changed the state"),
         ("precision", "float32 state", "float64, step by step"),

@@ -48,8 +48,9 @@ class AbstractSequenceModule(nn.Module, ABC):
 
     A state is a tuple, usually a NamedTuple, of tensors whose first axis is the batch. The state of
     a stack may contain further tuples. `forward` never overwrites the state that it is given.
-    `before_step` and `step` do: they work in the buffers that `reserve` made. Training may go on
-    from a state that was made in inference mode; `mezzo_core.ops.gradients.saveable` helps.
+    `before_step` and `step` do: they work in the buffers that `reserve` made. Gradients flow
+    through states from segment to segment. Training may go on from a state that was made in
+    inference mode; `mezzo_core.ops.gradients.saveable` helps.
 
     The module must not have non-persistent buffers, because models are loaded through the meta
     device.

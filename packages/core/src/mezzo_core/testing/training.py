@@ -45,8 +45,8 @@ def check_gradients(module: AbstractSequenceModule) -> None:
     """Assert that the gradients of the input and all weights are the derivatives, in float64.
 
     They are compared in a random direction with a difference quotient, and with those that
-    `torch.func` gives. This finds a detached part even if its weights have a gradient.
-    The copy that is tested lies on the CPU.
+    `torch.func` and two segments give. This finds a detached part even if its weights have a
+    gradient, and a detached state. The copy that is tested lies on the CPU.
     """
     module = deepcopy(module).cpu().double()
     weights = {name: weight.detach() for name, weight in module.named_parameters()}
@@ -60,8 +60,14 @@ def check_gradients(module: AbstractSequenceModule) -> None:
         (module(x)[0] * dy).sum(), list(given.values()), materialize_grads=True
     )
     dx, by_func = grad(loss, argnums=(0, 1))(x.detach(), weights)
-    for name, ours, theirs in zip(given, found, (dx, *by_func.values()), strict=True):
-        assert_close(f"d{name} by torch.func", theirs, ours, rtol=1e-9, atol=1e-12)
+    first, state = module(x[:, :33], module.init_state(1))
+    rest, _ = module(x[:, 33:], state)
+    in_two = torch.autograd.grad(
+        (torch.cat([first, rest], 1) * dy).sum(), list(given.values()), materialize_grads=True
+    )
+    for name, ours, *others in zip(given, found, (dx, *by_func.values()), in_two, strict=True):
+        for way, theirs in zip(("torch.func", "two segments"), others, strict=True):
+            assert_close(f"d{name} by {way}", theirs, ours, rtol=1e-9, atol=1e-12)
     draw = torch.Generator().manual_seed(0)
     towards = [torch.randn(v.shape, generator=draw, dtype=v.dtype) for v in given.values()]
     values, moved = [v.detach() for v in given.values()], []
