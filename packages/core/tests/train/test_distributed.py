@@ -13,8 +13,9 @@ from mezzo_core.device import choose_device
 from mezzo_core.errors import UserError
 from mezzo_core.nn import AttentionConfig, BlocksConfig, LMConfig, MixerBlockConfig, MLPConfig
 from mezzo_core.nn.checkpoint import load_model
+from mezzo_core.train import context
 from mezzo_core.train.build import is_sharded, micro_batches
-from mezzo_core.train.context import part_borders, sequence_part
+from mezzo_core.train.context import part_borders, sequence_part, share_sequence
 from mezzo_core.train.distributed import World, join_world
 from mezzo_core.train.loop import train
 
@@ -221,11 +222,33 @@ def test_sequences_that_cannot_be_shared_are_refused(tiny):
     tokens = torch.zeros(1, 8, dtype=torch.int64)
     with pytest.raises(UserError, match=r"a sequence of 8 tokens cannot be divided by .* = 9"):
         part_borders(tiny().model.build(), 8, 9)
-    with pytest.raises(UserError, match="rows must have the 9 tokens that are shared, got 8"):
-        sequence_part(Batch(tokens, tokens), (0, 5, 9), 0)
+    for whole in (7, 9):
+        with pytest.raises(UserError, match=f"rows must have the {whole} tokens .* got 8"):
+            sequence_part(Batch(tokens, tokens), (0, 5, whole), 0)
     borders = torch.tensor([0, 8], dtype=torch.int32)
     with pytest.raises(UserError, match="packed documents cannot be shared by processes"):
         sequence_part(Batch(tokens, tokens, borders), (0, 5, 8), 0)
+
+
+def test_a_shared_stack_refuses_what_is_no_part_of_a_sequence(tiny, monkeypatch):
+    monkeypatch.setattr(context, "Chain", lambda _: SimpleNamespace(rank=0, size=2))
+    stack, x = tiny().model.build().stack, torch.zeros(1, 5, 32)
+    with pytest.raises(ValueError, match=r"borders must be those of 2 parts, got \(0, 8\)"):
+        share_sequence(stack, (0, 8))
+    with monkeypatch.context() as patch:
+        patch.setattr(stack, "host_state_bytes", lambda num_tokens: num_tokens)
+        with pytest.raises(UserError, match="Stack keeps a part of its state in the host's memory"):
+            share_sequence(stack, (0, 5, 8))
+    given = {"lengths": torch.tensor([5]), "cu_seqlens": torch.tensor([0, 5])}
+    state = stack.init_state(1)
+    share_sequence(stack, (0, 5, 8))
+    for name, value in given.items():
+        with pytest.raises(ValueError, match="cu_seqlens and lengths must be None where processes"):
+            stack(x, **{name: value})
+    with pytest.raises(ValueError, match="state must be None where processes share a sequence"):
+        stack(x, state)
+    with pytest.raises(ValueError, match=r"this process's part .* 5 tokens, got \(1, 3, 32\)"):
+        stack(x[:, :3])
 
 
 def test_parts_of_a_sequence_take_the_same_work(tiny):
