@@ -45,13 +45,17 @@ def test_steps_of_a_layer_whose_norm_has_a_hook_equal_the_whole(stack):
     LAWS["step"](stack)
 
 
-def test_a_bound_is_the_sum_of_the_shares_of_the_layers_below(stack):
-    shares = stack.bound_logits.view(L, C).softmax(0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bound_is_the_sum_of_the_shares_of_the_layers_below(stack, dtype):
+    """Also where it is so near to one that their difference has no digits in float32."""
+    with torch.no_grad():
+        stack.bound_logits.mul_(10)
+    shares = stack.to(dtype).bound_logits.double().view(L, C).softmax(0)
     first, *others = stack.log_bounds()
     assert first is None
     for layer, bounds in enumerate(others, start=1):
-        assert_close("bound", bounds[0].exp(), shares[:layer].sum(0), rtol=1e-6)
-        assert_close("rest", bounds[1].exp(), shares[layer:].sum(0), rtol=1e-6)
+        assert_close("bound", bounds[0].double(), shares[:layer].sum(0).log(), rtol=1e-6)
+        assert_close("rest", bounds[1].double(), shares[layer:].sum(0).log(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("by_step", [False, True])
@@ -173,3 +177,5 @@ def test_the_state_of_another_depth_is_refused(stack):
     state = stack.init_state(2)
     with pytest.raises(TypeError, match="state must be a tuple of 3"):
         stack(torch.zeros(2, 1, C), state[:2])
+    with torch.no_grad(), pytest.raises(TypeError, match="state must be a tuple of 3"):
+        stack.step(torch.zeros(2, 1, C), state[:2])
