@@ -195,8 +195,12 @@ def test_a_device_that_is_not_there_is_named(device):
 def test_processes_that_share_sequences_train_what_one_does(
     tiny, tmp_path, rows_of, train_in_processes
 ):
-    """Two of them, then two groups of two with parts of the weights, from the same checkpoint."""
-    config = tiny(steps=6)
+    """Two of them, then two groups of two with parts of the weights, from the same checkpoint.
+
+    States of different layers have different shapes.
+    """
+    mixers = (AttentionConfig(head_dim=16), AttentionConfig(head_dim=16, window_size=5))
+    config = tiny(steps=6, model=replace(tiny().model, mixers=mixers))
     one = train(config, tmp_path / "one", quiet=True)
     out = tmp_path / "shared"
     ended = train_in_processes(replace(config, context_parallel=2), out, 3, size=2)

@@ -26,9 +26,16 @@ PARTS = 2
 
 
 def gradients(model):
-    """Return the gradient of each weight, whole."""
-    found = (weight.grad for weight in model.parameters())
+    """Return the gradient of each trained weight, whole."""
+    found = (weight.grad for weight in model.parameters() if weight.requires_grad)
     return [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in found]
+
+
+def build(config, world):
+    """Build a model; where sequences are shared, its embedding is not trained."""
+    model, loss = build_model(config, world)
+    model.embed.requires_grad_(config.context_parallel == 1)
+    return model, loss
 
 
 def main(config):
@@ -37,14 +44,14 @@ def main(config):
         config.model.vocab_size, (4, 17), generator=torch.Generator().manual_seed(0)
     )
     plain = replace(config, compile=False, activation_checkpointing=False)
-    model, loss = build_model(plain, alone)
+    model, loss = build(plain, alone)
     backward(loss(tokens[:, :-1], tokens[:, 1:], reduction="sum"), model, alone, is_last=True)
     wanted = gradients(model)
     found = {}
     with join_world("cpu", config.context_parallel) as world:
         ours = tokens.chunk(world.num_shares)[world.share]
         for shard in (False, True):
-            model, loss = build_model(replace(config, shard=shard, seq_len=16), world)
+            model, loss = build(replace(config, shard=shard, seq_len=16), world)
             exchanges = []
             for i, part in enumerate(ours.chunk(PARTS)):
                 whole = Batch(part[:, :-1], part[:, 1:])
