@@ -238,7 +238,8 @@ def shorter(cache):
 
 CUT = {
     "memory": lambda s: s._replace(memory=type(s.memory)(*(part[:, :6] for part in s.memory))),
-    "indices": lambda s: s._replace(indices=s.indices + 5),
+    "indices": lambda s: s._replace(indices=torch.full_like(s.indices, 7)),
+    "indices(?# below -1)": lambda s: s._replace(indices=torch.full_like(s.indices, -2)),
     r"caches\[1\]\.k": lambda s: s._replace(caches=(s.caches[0], shorter(s.caches[1]))),
     "lengths": lambda s: s._replace(caches=tuple(map(shorter, s.caches))),
     r"caches\[1\]\.lengths": lambda s: s._replace(

@@ -90,8 +90,9 @@ def test_prompts_may_be_read_in_segments_of_any_size():
     x = torch.randn(1, 150, C, dtype=torch.float64)
     with torch.no_grad():
         state = stack.init_state(1)
-        for part in x.split([40, 1, 3, 64, 42], 1):
+        for part in x.split([40, 1, 2, 64, 43], 1):
             last, state = stack.prefill(part, state)
+            assert last.shape == (1, 1, C)
         assert_close("last", last, stack(x)[0][:, -1:], rtol=1e-12)
 
 
