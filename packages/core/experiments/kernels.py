@@ -10,17 +10,21 @@ names; those of libraries stand together.
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import torch
-from mezzo_core.device import autocast
 from mezzo_core.nn import AttentionConfig
 from mezzo_core.nn.configs import MixerConfig
 from mezzo_core.reproduction import Cell, Entry, Options, run_script, timing
-from mezzo_core.reproduction.layer_speed import build_layer, build_model, compiled
+from mezzo_core.reproduction.layer_speed import (
+    build_layer,
+    build_model,
+    compiled,
+    layer_step,
+    op_step,
+)
 from mezzo_core.reproduction.runner import Job
 from mezzo_core.reproduction.training_speed import training_step
 from mezzo_drt.recipes import SIZES
@@ -28,9 +32,7 @@ from mezzo_drt.reproduction.speed import BASE, DRT1, model_config
 from mezzo_gsa import GSAConfig
 from mezzo_gsa.ops import chunk_gsa
 from mezzo_rat import RATConfig
-from mezzo_recurrent_transformer import RecurrentBlockConfig
-from mezzo_recurrent_transformer.block import RecurrentBlock, run_layers
-from torch import Tensor, nn
+from mezzo_recurrent_transformer import RecurrentBlockConfig, RecurrentStackConfig
 from torch.autograd import DeviceType
 from torch.nn import functional as F
 
@@ -99,45 +101,23 @@ def layer(config: MixerConfig, tiny: bool, device: torch.device) -> Step:
     """Return the step of a layer at the sizes of RAT's Table 6."""
     T, C = (128, 256) if tiny else (262_144, 2048)
     one = build_layer(config, C, device)
-    return step_of(compiled(one), [torch.randn(1, T, C, device=device)], one)
+    return layer_step(one, compiled(one), "train", 1, T)
 
 
 def recurrent(batch: int, tiny: bool, device: torch.device) -> Step:
     """Return the step of twelve recurrent layers."""
     B, T, C, depth = (1, 16, 128, 2) if tiny else (batch, 512, 1024, 12)
-    config = RecurrentBlockConfig(head_dim=64)
-    blocks = nn.ModuleList(build_layer(config, C, device, alone=True).mixer for _ in range(depth))
-    layers = cast(tuple[RecurrentBlock, ...], tuple(blocks))
-
-    def run(x: Tensor) -> Tensor:
-        return run_layers(layers, x, None, None, None)[0]
-
-    return step_of(run, [torch.randn(B, T, C, device=device)], blocks)
+    config = RecurrentStackConfig(depth, RecurrentBlockConfig(head_dim=64))
+    layers = build_layer(config, C, device, alone=True)
+    return layer_step(layers, layers, "train", B, T)
 
 
 def gsa_op(B: int, T: int, tiny: bool, device: torch.device) -> Step:
     """Return the step of the op on random inputs."""
     B, T, H, D, M = (1, 32, 4, 16, 8) if tiny else (B, T, 4, 512, 64)
-    inputs = [torch.randn(B, T, H, D, device=device, dtype=torch.bfloat16) for _ in range(3)]
+    inputs = {x: torch.randn(B, T, H, D, device=device, dtype=torch.bfloat16) for x in "qkv"}
     gates = F.logsigmoid(torch.randn(B, T, H, M, device=device)) / GSAConfig().damping
-    return step_of(lambda q, k, v, g: chunk_gsa(q, k, v, g).out, [*inputs, gates])
-
-
-def step_of(
-    run: Callable[..., Tensor], inputs: Sequence[Tensor], module: nn.Module | None = None
-) -> Step:
-    """Return a forward and the gradients of all inputs, and of a module's weights by autocast."""
-    leaves = [x.requires_grad_() for x in inputs]
-    weights = [] if module is None else [w for w in module.parameters() if w.requires_grad]
-    dout: list[Tensor] = []  # made in the first call
-
-    def step() -> None:
-        with autocast(inputs[0].device, "fp32" if module is None else "auto"):
-            out = run(*leaves)
-        dout[:] = dout or [torch.randn_like(out)]
-        torch.autograd.grad(out, [*leaves, *weights], dout)
-
-    return step
+    return op_step(lambda **x: chunk_gsa(**x).out, {**inputs, "g": gates}, "train")
 
 
 def drt(model: str, tiny: bool, device: torch.device) -> Step:

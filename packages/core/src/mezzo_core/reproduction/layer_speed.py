@@ -100,13 +100,16 @@ def compiled(layer: Layer) -> Run:
 def time_layer(
     layer: Layer, run: Run, phase: Phase, B: int, T: int, *, passes: int = 3, seconds: float = 0.05
 ) -> list[Timing]:
-    """Time a layer on inputs (B, T, C); see `time_op`.
+    """Time a layer on inputs (B, T, C); see `layer_step` and `time_op`."""
+    step = layer_step(layer, run, phase, B, T)
+    return measure_passes(step, layer.norm.weight.device, passes, seconds)
+
+
+def layer_step(layer: Layer, run: Run, phase: Phase, B: int, T: int) -> Callable[[], object]:
+    """Return a function that runs a layer on inputs (B, T, C); see `op_step`.
 
     Float32 weights run as models train: float32 inputs, and bf16 autocast on a GPU. Others run on
     inputs of their own dtype. `run` is the layer itself, or what `compiled` returned.
-
-    Raises:
-        torch.OutOfMemoryError: if the batch does not fit into the GPU.
     """
     weight = layer.norm.weight
     x = torch.randn(B, T, len(weight), device=weight.device, dtype=weight.dtype)
@@ -117,7 +120,7 @@ def time_layer(
             return run(x)
 
     weights = {n: w for n, w in layer.named_parameters() if w.requires_grad}
-    return time_op(forward, {"x": x, **weights}, phase, passes=passes, seconds=seconds)
+    return op_step(forward, {"x": x, **weights}, phase)
 
 
 def time_op(
@@ -129,16 +132,28 @@ def time_op(
     seconds: float,
     allow_unused: bool = False,
 ) -> list[Timing]:
-    """Time a function of tensors, which takes them by name.
+    """Time a function of tensors; see `op_step`.
 
-    "train" is a forward and the gradients of all inputs, in new tensors at each call: parameters
-    are used as they are, other tensors are detached. "forward" is a forward without gradients, as
-    in a prefill. Each of the passes takes so many seconds, and at least two calls.
-
-    Raises:
-        RuntimeError: if an input has no gradient in "train", unless `allow_unused`.
+    Each of the passes takes so many seconds, and at least two calls.
     """
     device = next(iter(inputs.values())).device
+    step = op_step(run, inputs, phase, allow_unused=allow_unused)
+    return measure_passes(step, device, passes, seconds)
+
+
+def op_step(
+    run: Callable[..., Tensor],
+    inputs: Mapping[str, Tensor],
+    phase: Phase,
+    *,
+    allow_unused: bool = False,
+) -> Callable[[], object]:
+    """Return a function that calls another on tensors, which it takes by name.
+
+    "train" is a forward and the gradients of all inputs, in new tensors at each call: parameters
+    are used as they are, other tensors are detached; without `allow_unused`, each must have a
+    gradient. "forward" is a forward without gradients, as in a prefill.
+    """
     leaves = {
         name: x if x.requires_grad else x.detach().requires_grad_() for name, x in inputs.items()
     }
@@ -149,8 +164,7 @@ def time_op(
         dout[:] = dout or [torch.randn_like(out)]
         torch.autograd.grad(out, tuple(leaves.values()), dout, allow_unused=allow_unused)
 
-    work = train if phase == "train" else torch.no_grad()(partial(run, **inputs))
-    return measure_passes(work, device, passes, seconds)
+    return train if phase == "train" else torch.no_grad()(partial(run, **inputs))
 
 
 def op_job(
