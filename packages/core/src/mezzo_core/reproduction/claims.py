@@ -4,7 +4,7 @@ A package has one `ANSWERS` in its `claims.py`, in the paper's order: evidence b
 claim without evidence says in `published.toml` what it would need.
 
     ANSWERS = {
-        "rat.table6": timed("table6", "nvidia-h200/speed_table6", Order()),
+        "rat.table6": timed("nvidia-h200/speed_", "table6", Order()),
         **by_tests("rat.claim", "packages/rat/tests", "complexity", "reversed_chunks"),
     }
 
@@ -97,13 +97,14 @@ def measured(name: str, criterion: Criterion, view: View | None = None, **said: 
 
 
 def timed(
-    name: str, committed: str, criterion: Criterion, view: View | None = None, **said: str
+    committed: str, name: str, criterion: Criterion, view: View | None = None, **said: str
 ) -> list[Evidence]:
-    """Answer from a speed of this run, and from the committed one; see `measured`, `result`.
+    """Answer from a speed of this run, and from the one whose file is `committed` and the name.
 
     Measured at the paper's sizes, this run's decides. Smaller ones are only shown beside it.
     """
-    return [measured(name, criterion, view, **said), result(committed, criterion, view, **said)]
+    file = f"{committed}{name}"
+    return [measured(name, criterion, view, **said), result(file, criterion, view, **said)]
 
 
 def trained(criterion: Criterion, *models: str, by_length: bool = False, **said: str) -> Evidence:

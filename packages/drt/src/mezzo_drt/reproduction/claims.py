@@ -45,8 +45,8 @@ from mezzo_drt.reproduction import speed
 from mezzo_drt.reproduction.speed import BLOCK_RECURRENT, LANDMARK, PLAIN, WINDOW
 
 BASE, WIDE, DEEP, DRT1, DRT2, NO_GUMBEL, RANDOM, *_ = PAPER_NAMES.values()
-TIMED_ON = "nvidia-h200"
-PASSKEY, TWO_HOP = f"{TIMED_ON}/passkey", f"{TIMED_ON}/two_hop"
+H200 = "nvidia-h200"
+PASSKEY, TWO_HOP = f"{H200}/passkey", f"{H200}/two_hop"
 DOCUMENTS = "nvidia-h100/long_documents_gpt2"
 SHORT, TRAINED_AT, LONG = "2048", "4096", "16384"
 """The lengths of the small models' evaluation: the paper's 2K, 16K, and what is longer."""
@@ -58,11 +58,8 @@ _BY_SEEDS = "accuracies are held to bounds by a test over seeds, where the mean 
 _UNREAD = "models that do not use the length settle nothing; before: "
 shown = partial(by_tests, "drt.claim", "packages/drt/tests")
 """Answers claims by tests of this package, see `by_tests`."""
-
-
-def speeds(name: str, criterion: Criterion) -> list[Evidence]:
-    """Answer from the speed that this run measures, and from the committed one."""
-    return timed(name, f"{TIMED_ON}/{name}", criterion)
+speeds = partial(timed, f"{H200}/")
+"""Answers from the speeds of this run and the committed ones."""
 
 
 def documents(criterion: Criterion, view: View | None = None, **said: str) -> Evidence:

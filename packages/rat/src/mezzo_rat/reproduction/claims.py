@@ -63,13 +63,8 @@ _OTHER_SEEDS = "the seed that chose the rates is left out of the test; before: "
 _BY_SEEDS = "bounds are held by a test over seeds, where the value itself decided; before: "
 shown = partial(by_tests, "rat.claim", "packages/rat/tests")
 """Answers claims by tests of this package, see `by_tests`."""
-
-
-def speeds(
-    name: str, criterion: Criterion, view: View | None = None, **said: str
-) -> list[Evidence]:
-    """Answer from the speeds of this run and the committed ones."""
-    return timed(name, f"nvidia-h200/speed_{name}", criterion, view, **said)
+speeds = partial(timed, "nvidia-h200/speed_")
+"""Answers from the speeds of this run and the committed ones."""
 
 
 def both_phases(criterion: Criterion) -> list[Evidence]:

@@ -43,7 +43,6 @@ CE = "Val CE"
 XFMR, RT = PAPER_NAMES.values()
 NORMALIZED, RAW = "with RMSNorm", "without RMSNorm"
 """The models of the ablation: persistent pairs from normalized or from raw outputs."""
-H200 = "nvidia-h200"
 SMALL, RATES, SYNTHETIC = (f"nvidia-h100/{n}" for n in ("train_small", "train_rates", "synthetic"))
 COMPRESSION = "compression"
 """The synthetic task whose rows are hardly ever right as a whole, so that single letters count."""
@@ -51,11 +50,8 @@ COMPRESSION = "compression"
 _SIZE = "a smaller size: the order alone"
 shown = partial(by_tests, "rt.claim", "packages/recurrent_transformer/tests")
 """Answers claims by tests of this package, see `by_tests`."""
-
-
-def speeds(name: str, criterion: Criterion) -> list[Evidence]:
-    """Answer from the speed that this run measures, and from the committed one."""
-    return timed(name, f"{H200}/speed_{name}", criterion)
+speeds = partial(timed, "nvidia-h200/speed_")
+"""Answers from the speeds of this run and the committed ones."""
 
 
 def in_nats(ours: Measurement) -> Measurement:
