@@ -207,28 +207,35 @@ def test_a_sweep_begins_in_the_middle_and_goes_on_at_its_ends(taught, tmp_path, 
 
 
 def test_the_best_run_comes_first_and_a_diverged_one_last(configs, tmp_path, monkeypatch, capsys):
-    measured, folders = {1e-4: 0.5, 1e-3: None, 1e-2: 0.9, 1.0: 0.7}, []
+    """Of equal accuracies the second measure decides; it has a cell of its own."""
+    measured, folders = {1e-4: (0.5, 0.5), 1e-3: None, 1.0: (0.9, 0.6), 1e-2: (0.9, 0.7)}, []
 
     def measure(config, folder, device, *, resume):
         assert resume
         folders.append(folder)
         if (found := measured[config.optim.lr]) is None:
             raise DivergenceError("the loss exploded")
-        return {"perplexity": 1.0, "tokens_per_second": 2, "accuracy": found}
+        return {"perplexity": 1.0, "tokens_per_second": 2, "accuracy": found[0], "second": found[1]}
 
     monkeypatch.setattr(training, "measure_run", measure)
     every = [replace(configs["Mean"], optim=OptimConfig(lr, min_lr=0.0)) for lr in measured]
-    cells = (Cell("Mean", "Val. PPL"),)
-    work = Tuning("toy", cells, every, Path("runs/toy"), details={"state_bytes": 8})
-    result = Result(tmp_path / "tuned.json", HEADER, HERE)
+    cells = tuple(Cell("Mean", "Val. PPL", group) for group in ("first", "second"))
+    by, details = ("accuracy", "second"), {"state_bytes": 8}
+    work = Tuning("toy", cells, every, Path("runs/toy"), by=by, details=details)
+    result = Result(tmp_path / "tuned.json", replace(HEADER, groups=("first", "second")), HERE)
     run(result, [Job(cells, work)], tmp_path, CPU)
-    (entry,) = result.entries
+    entry, second = result.entries
     assert (entry.value, entry.details["lr"], entry.details["state_bytes"]) == (0.9, 1e-2, 8)
+    assert (second.value, second.details) == (0.7, {})
     others = [(run["lr"], run["accuracy"]) for run in entry.details["others"]]
-    assert others == [(1.0, 0.7), (1e-4, 0.5), (1e-3, DIVERGED)]
+    assert others == [(1.0, 0.9), (1e-4, 0.5), (1e-3, DIVERGED)]
     assert folders[1] == Path("runs/toy_lr0.001")
-    assert capsys.readouterr().out.startswith("toy lr0.0001: 0.5\ntoy lr0.001: diverged\n")
+    told = "toy lr0.0001: 0.5, 0.5\ntoy lr0.001: diverged, diverged\n"
+    assert capsys.readouterr().out.startswith(told)
     assert not {"perplexity", "tokens_per_second"} & set(entry.details)
+    assert [*work(cells[1:], tmp_path, CPU)] == [[second]], "what a kill left out"
+    ((first, _),) = replace(work, enough=0.4)(cells, tmp_path, CPU)
+    assert first.details["others"] is None, "after the first run none is made"
 
 
 def test_a_run_that_is_done_is_only_read(configs, tmp_path, monkeypatch):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from mezzo_core.config_json import from_json, to_json
 from mezzo_core.errors import UserError
-from mezzo_core.reproduction import training
 from mezzo_core.reproduction.measurement import How, read_result
 from mezzo_core.testing.arguments import check_fields
 from mezzo_core.train.loop import train
@@ -106,74 +105,6 @@ def test_a_sweep_leaves_a_result_that_reports_read(tmp_path):
     for group, name in (("exact match", "val_exact_match"), ("token accuracy", "val_accuracy")):
         (entry,) = read.cell("Recurrent Transformer", "memorization", group)
         assert entry.value == pytest.approx(last[name], rel=1e-4)
-
-
-def test_the_best_exact_match_is_told_and_token_accuracy_decides_between_equals(
-    tmp_path, monkeypatch
-):
-    measures = {
-        (1e-4, 0.0): (0.5, 0.9),
-        (1e-4, 0.1): (0.6, 0.7),
-        (1e-3, 0.0): (0.6, 0.8),
-        (1e-3, 0.1): (0.1, 0.99),
-    }
-
-    def trained(config, folder, device, *, resume):
-        exact, accuracy = measures[config.optim.lr, config.optim.weight_decay]
-        return {"exact_match": exact, "accuracy": accuracy, "perplexity": 1.0}
-
-    monkeypatch.setattr(training, "measure_run", trained)
-    config = replace(
-        TINY, tasks=(MEMORY,), models=("recurrent",), learning_rates=(1e-4, 1e-3),
-        weight_decays=(0.0, 0.1),
-    )  # fmt: skip
-    exact, by_token = sweep(config, tmp_path, device="cpu").entries
-    assert (exact.value, by_token.value, by_token.details) == (0.6, 0.8, {})
-    told = exact.details
-    assert (told["lr"], told["weight_decay"], len(told["others"])) == (1e-3, 0.0, 3)
-    measures[1e-4, 0.1] = (1.0, 1.0)
-    exact, _ = sweep(config, tmp_path / "solved", device="cpu").entries
-    assert (exact.value, len(exact.details["others"])) == (1.0, 1)
-
-
-def test_a_sweep_that_was_killed_goes_on(tmp_path, monkeypatch):
-    stepped = []
-
-    def watched(config, *arguments, on_step, **options):
-        def watch(row):
-            stepped.append((config.name, config.seed, row["step"]))
-            if len(stepped) == dies:
-                raise KeyboardInterrupt
-            on_step(row)
-
-        return train(config, *arguments, on_step=watch, **options)
-
-    monkeypatch.setattr(training, "train", watched)
-    config = replace(TINY, tasks=(MEMORY,), models=("transformer",), seeds=(0, 1))
-    dies = 6  # in the second seed's second step
-    with pytest.raises(KeyboardInterrupt):
-        sweep(config, tmp_path, device="cpu")
-    dies = None
-    whole = sweep(config, tmp_path, device="cpu")
-    name = "memorization transformer lr 0.001 decay 0"
-    assert stepped[:4] == [(name, 0, step) for step in (1, 2, 3, 4)]
-    assert stepped[6:] == [(name, 1, step) for step in (2, 3, 4)]
-    apart = sweep(config, tmp_path / "apart", device="cpu")
-    assert [e.value for e in whole.entries] == [e.value for e in apart.entries]
-    before = whole.path.read_text()
-    del stepped[:]
-    assert sweep(config, tmp_path, device="cpu").path.read_text() == before
-    assert not stepped
-
-
-def test_a_kill_between_the_two_entries_of_a_run_loses_none(tmp_path):
-    config = replace(TINY, tasks=(MEMORY,), models=("transformer",))
-    path = sweep(config, tmp_path, device="cpu").path
-    whole = path.read_text()
-    content = json.loads(whole)
-    del content["entries"][1:]
-    path.write_text(json.dumps(content))
-    assert sweep(config, tmp_path, device="cpu").path.read_text() == whole
 
 
 def test_the_whole_protocol_alone_is_the_papers_setting():
