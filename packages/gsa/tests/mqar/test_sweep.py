@@ -2,8 +2,8 @@
 
 import json
 import math
-from dataclasses import replace
-from types import SimpleNamespace
+from dataclasses import fields, replace
+from inspect import signature
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from mezzo_gsa.gsa import GSAConfig
 from mezzo_gsa.mqar.task import MQARConfig
 from mezzo_gsa.reproduction.mqar import DROPOUT, NAMES, PROTOCOLS, SweepConfig, sweep
 from mezzo_gsa.reproduction.mqar_command import NAMES as TOLD_NAMES
-from mezzo_gsa.reproduction.mqar_command import RATES
+from mezzo_gsa.reproduction.mqar_command import RATES, mqar
 
 TASK = MQARConfig(vocab_size=32, seq_len=16, num_pairs=4, train_rows=20, test_rows=8)
 TINY = SweepConfig(
@@ -193,50 +193,18 @@ def test_the_command_sweeps_and_shows_states_beside_accuracies(tmp_path, capsys,
     assert "epochs 1, not 64" in setting
 
 
-GIVEN = {
-    "models": "--model gla --model gsa",
-    "widths": "--width 32 --width 8",
-    "learning_rates": "--lr 0.1",
-    "skip_solved": "--skip-solved",
-    "batch_size": "--batch-size 5",
-    "epochs": "--epochs 3",
-    "precision": "--precision bf16",
-    "compile": "--compile",
-    "cuda_graph": "--cuda-graph",
-    "seq_len": "--seq-len 400",
-    "num_pairs": "--num-pairs 9",
-    "vocab_size": "--vocab-size 999",
-    "train_pairs": "--train-pairs 4 --train-pairs 8",
-    "train_rows": "--train-rows 200",
-    "test_rows": "--test-rows 7",
-    "seed": "--seed 0",
-}
-"""The option of each field of a sweep and of its task."""
-NO_OPTION = {"task", "protocol", "power", "random_non_queries"}
-
-
-def test_each_option_of_the_command_replaces_its_part_of_the_protocol(monkeypatch):
-    swept = []
-
-    def record(config, out, *, device, jobs):
-        swept.append({**vars(config), **vars(config.task)})
-        return SimpleNamespace(entries=[], path="")
+def test_the_command_without_options_is_the_whole_protocol_and_has_an_option_for_each_part(
+    monkeypatch,
+):
+    def record(config, *arguments, **options):
+        raise UserError("recorded" if config in PROTOCOLS.values() else f"another: {config}")
 
     monkeypatch.setattr("mezzo_gsa.reproduction.mqar.sweep", record)
-    whole = {name: {**vars(c), **vars(c.task)} for name, c in PROTOCOLS.items()}
-    for name, usual in whole.items():
-        assert run_command("--protocol", name) == 0
-        assert swept.pop() == usual
-    usual = whole["zoology"]
-    assert set(GIVEN) == set(usual) - NO_OPTION
-    for field, words in GIVEN.items():
-        assert run_command(*words.split()) == 0
-        found = swept.pop()
-        changed = {name for name in found if found[name] != usual[name]}
-        assert changed - {"task"} == {field}
-        told = found[field] if isinstance(found[field], tuple) else (found[field],)
-        given = [word for word in words.split() if not word.startswith("--")] or ["True"]
-        assert [str(value) for value in told] == given
+    for protocol in PROTOCOLS:
+        with pytest.raises(UserError, match=r"^recorded$"):
+            mqar(protocol=protocol)
+    parts = {field.name for kind in (SweepConfig, MQARConfig) for field in fields(kind)}
+    assert parts - {"task", "power", "random_non_queries"} <= set(signature(mqar).parameters)
 
 
 def test_the_help_tells_the_models_and_the_rates_of_the_protocols():
