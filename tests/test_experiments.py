@@ -20,7 +20,7 @@ WORDS = {
     "core/context": ("--models", "GSA, 1 GPU", "RAT(L=16), 2 GPUs"),
     "core/kernels": ("--models", "chunk_gsa, 8 x 2,048", f"{DRT}, 4 x 16,384"),
     "core/train_200m": (*ONE, "--models", "GSA", "--data", "embedded"),
-    "drt/needles": (*ONE, "--models", DRT),
+    "drt/needles": (*ONE, "--models", DRT, "Landmark Attn."),
     "drt/train_documents": (*ONE, "--models", DRT, f"{DRT}, projected"),
     "gsa/ablation": (*ONE, "1", "--models", "HGRN2"),
     "gsa/accelerate_fla": (),

@@ -36,7 +36,7 @@ from mezzo_core.nn import LM, LMConfig
 from mezzo_core.nn.checkpoint import copy_weights
 from mezzo_core.reproduction import OOM, Cell, Entry, Options, attempt, run_script, say
 from mezzo_core.reproduction.runner import Job
-from mezzo_core.reproduction.timing import peak_gb
+from mezzo_core.reproduction.timing import peak_gb, start_afresh
 from mezzo_core.reproduction.training import corpus_name, measure_run
 from mezzo_core.train.config import OptimConfig, TrainConfig
 from mezzo_drt import DRTConfig
@@ -164,16 +164,7 @@ FULL = Size(
     ),
     2**16,
 )
-TOY_STACK = replace(
-    FULL.stack,
-    num_layers=2,
-    chunk_size=16,
-    num_retrieved=2,
-    window_size=32,
-    head_dim=16,
-    hidden=64,
-)
-TOY = Size(32, TOY_STACK, 2**10)
+TOY = Size(32, replace(FULL.stack, num_layers=2, hidden=64), 2**10)
 """Of a rehearsal on a CPU."""
 
 
@@ -183,17 +174,17 @@ def size(options: Options) -> Size:
 
 
 def tables(options: Options) -> dict[str, Table]:
-    """Return the tables; in a dry run with toys of two stages each, and one length."""
-    return {name: toy(table) for name, table in TABLES.items()} if options.dry_run else TABLES
-
-
-def toy(table: Table) -> Table:
-    """Return a table's first and last stage and its first length, at toy sizes."""
-    stages = (
-        replace(s, task=replace(s.task, test_rows=2), seq_len=512, batch_size=1, steps=1)
-        for s in (table.stages[0], table.stages[-1])
-    )
-    return table._replace(stages=tuple(stages), columns=table.columns[:1])
+    """Return the tables; in a dry run with their first length, and toys of two stages."""
+    if not options.dry_run:
+        return TABLES
+    toys = {}
+    for name, table in TABLES.items():
+        stages = tuple(
+            replace(s, task=replace(s.task, test_rows=2), seq_len=512, batch_size=1, steps=1)
+            for s in (table.stages[0], table.stages[-1])
+        )
+        toys[name] = table._replace(stages=stages, columns=table.columns[:1])
+    return toys
 
 
 def measure(options: Options) -> None:
@@ -290,19 +281,13 @@ def configure(model: str, options: Options, **changes: bool) -> LMConfig:
 
 def ask(lm: LM, data: NeedleData, rows: int, segment: int, device: torch.device) -> dict[str, Any]:
     """Ask the question of each test row, of so many rows at a time; return what came of it."""
-    is_cuda = device.type == "cuda"
-    if is_cuda:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    start_afresh()
     found = evaluate_segments(lm, data.test_segments(segment, rows))
-    # `host_state_bytes` counts values of the weights' dtype, and autocast stores bf16.
-    share = torch.bfloat16.itemsize / torch.float32.itemsize if is_cuda else 1
     assert found.exact_match is not None
     return {
         "exact_match": 100 * found.exact_match,
         "accuracy": 100 * found.accuracy,
         "peak_gb": peak_gb(device),
-        "host_gb": rows * lm.host_state_bytes(data.seq_len) * share / 1e9,
     }
 
 

@@ -1,53 +1,19 @@
-"""The experiment on needles, rehearsed on a CPU: what is written, and what a full run is."""
+"""The experiment on needles: what a full run is."""
 
 import runpy
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
 
-import pytest
 import torch
 from mezzo_core.reproduction import Options
-from mezzo_core.reproduction.measurement import How, read_result
 from mezzo_drt.reproduction.claims import REPRODUCTION
 
 SCRIPT = Path(__file__).parents[1] / "experiments/needles.py"
 needles = SimpleNamespace(**runpy.run_path(str(SCRIPT)))
-DRT1, DRT2, LANDMARK = needles.DRT1, needles.DRT2, needles.LANDMARK
+DRT2, LANDMARK = needles.DRT2, needles.LANDMARK
 PASSKEY, TWO_HOP = needles.PASSKEY, needles.TWO_HOP
 TABLES = {PASSKEY: "drt.table2.single_niah", TWO_HOP: "drt.table2.two_hop_niah"}
-
-
-def dry_run(folder, *words):
-    folders = ["--out", str(folder / "results/cpu"), "--runs", str(folder / "runs")]
-    command = ["needles.py", "--dry-run", "--seeds", "0", *folders, *words]
-    with patch("sys.argv", command):
-        return needles.run_script(
-            needles.measure, "Find.", needles.MODELS, trains=True, parallel=True
-        )
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rehearsal")
-    assert dry_run(folder, "--models", LANDMARK, DRT1) == 0
-    return folder
-
-
-def test_each_length_of_each_model_is_measured(folder):
-    ours = read_result(folder / "results/cpu/two_hop.json")
-    assert [(e.model, e.column) for e in ours.entries] == [
-        (model, "1K") for model in (LANDMARK, DRT1)
-    ]
-    assert (ours.seeds, ours.how) == ([0], How.SCALED_DOWN)
-    for entry in ours.entries:
-        assert entry.details["samples"] == entry.details["rows"] == 2
-        offloaded = 2 * 2 * needles.num_tokens(entry.column) * 32 * 4 / 1e9
-        assert entry.details["host_gb"] == pytest.approx(
-            offloaded * (entry.model == DRT1), rel=1e-4
-        )
-        assert "steps" in entry.details
 
 
 def test_a_full_run_covers_the_printed_lengths():
