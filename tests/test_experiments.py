@@ -1,14 +1,23 @@
-"""Each script of experiments/, rehearsed on a CPU: it fills the files that claims read."""
+"""Each script of experiments/: rehearsed on a CPU it fills its files; what a full run trains."""
 
 import runpy
 import sys
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
+import mezzo_drt.recipes
+import mezzo_rat.recipes
+import mezzo_recurrent_transformer.recipes
 import pytest
-from mezzo_core.reproduction import gpus
+import torch
+from mezzo_core.reproduction import Options, gpus
 from mezzo_core.reproduction.result_file import read_file
 from mezzo_drt.recipes import PAPER_NAMES
+from mezzo_drt.reproduction.claims import REPRODUCTION
+from mezzo_recurrent_transformer import RecurrentBlockConfig
 from mezzo_recurrent_transformer.recipes import with_layers
 
 ROOT = Path(__file__).parents[1] / "packages"
@@ -86,3 +95,72 @@ def test_a_rehearsal_fills_the_files_that_are_committed(name, tmp_path, monkeypa
     assert run_script(path, *command) == 0
     told = [line for line in capsys.readouterr().out.splitlines() if "failed" not in line]
     assert not [line for line in told if "trained on" not in line], "nothing is measured again"
+
+
+FULL = Options(Path("out"), (), torch.device("cuda"), dry_run=False, data="texts")
+"""What a full run is given."""
+
+
+def script(name):
+    package, file = name.split("/")
+    return SimpleNamespace(**runpy.run_path(str(ROOT / package / f"experiments/{file}.py")))
+
+
+def test_the_small_trainings_of_rat_are_as_their_docstring_says():
+    small, recipe = script("rat/train_small"), mezzo_rat.recipes.small()
+    for T in (1024, 2048, 4096):
+        for config in small.configure(small.IN_CONTEXTS, T, FULL).values():
+            assert (config.seq_len, config.batch_size * T) == (T, 8192)
+            assert (config.steps, config.eval_batches) == (3000, None)
+            assert (config.optim, config.data.source) == (recipe.optim, "texts")
+            with torch.device("meta"):
+                assert 40e6 < config.model.build().num_parameters() < 42e6
+    long = small.configure(small.IN_LONG, 4096, FULL, rope_base=500_000.0)
+    assert long["Attention"].model.mixers[0].rope_base == 500_000
+    nope = small.configure(small.IN_POSITIONS, 1024, FULL)
+    assert nope["RAT(L=16)-SWA NoPE"].model.mixers[0].rope is None
+
+
+def test_the_small_trainings_of_the_recurrent_transformer_are_its_recipes():
+    small = script("recurrent_transformer/train_small")
+    for size, architecture in small.MODELS.values():
+        recipe = mezzo_recurrent_transformer.recipes.RECIPES[f"{size}_{architecture}"]()
+        kept = replace(recipe, data=FULL.text, eval_batches=None, checkpoint_every=10**9)
+        assert small.configure(size, architecture, FULL) == kept
+    raw = small.configure("small_12", small.NORMS["without RMSNorm"], FULL).model.stack.block
+    assert raw == RecurrentBlockConfig(persistent_norm=False)
+
+
+def test_the_trainings_on_documents_are_the_small_recipes_of_drt():
+    documents = script("drt/train_documents")
+    for architecture in documents.MODELS.values():
+        ours = documents.configure(architecture, FULL)
+        recipe = mezzo_drt.recipes.RECIPES[f"small_{architecture}"]()
+        kept = ("batch_size", "steps", "optim", "eval_every", "checkpoint_every")
+        of_bytes = replace(recipe.model, vocab_size=257)
+        told = {name: getattr(ours, name) for name in kept}
+        assert ours == replace(recipe, model=of_bytes, data=FULL.text, **told)
+        assert ours.seq_len == documents.TRAINED_AT
+
+
+def test_needles_cover_the_printed_lengths():
+    needles = script("drt/needles")
+    for name, table in {needles.PASSKEY: "single_niah", needles.TWO_HOP: "two_hop_niah"}.items():
+        printed = REPRODUCTION.published.by_id[f"drt.table2.{table}"]
+        columns = {column for column in printed.columns if column != "Retrieval"}
+        assert columns <= set(needles.TABLES[name].columns) <= set(needles.SAMPLES)
+        assert set(needles.TABLES[name].models) <= {row.model for row in printed.rows}
+
+
+def test_the_stages_of_needles_follow_one_another():
+    needles = script("drt/needles")
+    runs = needles.runs_of(needles.EIGHT_PATHS, needles.DRT2, 1, FULL)
+    assert len(runs) == sum(len(table.stages) for table in needles.TABLES.values())
+    assert next(iter(runs.values())).init_from is None
+    for (before, _), (_, after) in pairwise(runs.items()):
+        assert after.init_from == str(before / "model")
+    assert {config.data.text.source for config in runs.values()} == {"texts"}
+    assert {config.data.chunk_size for config in runs.values()} == {64}
+    landmark = [*needles.runs_of(needles.PASSKEY, needles.LANDMARK, 0, FULL).values()]
+    assert [config.seq_len for config in landmark] == [512, *[768] * 4]
+    assert {config.batch_size for config in landmark} == {16}, "short rows, so more of them"
