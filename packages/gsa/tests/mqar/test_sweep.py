@@ -197,7 +197,7 @@ def test_the_command_without_options_is_the_whole_protocol_and_has_an_option_for
     monkeypatch,
 ):
     def record(config, *arguments, **options):
-        raise UserError("recorded" if config in PROTOCOLS.values() else f"another: {config}")
+        raise UserError("recorded" if config == PROTOCOLS[protocol] else f"another: {config}")
 
     monkeypatch.setattr("mezzo_gsa.reproduction.mqar.sweep", record)
     for protocol in PROTOCOLS:
