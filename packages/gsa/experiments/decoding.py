@@ -7,8 +7,7 @@
 It writes decoding.json: new tokens a second, with the time of the prompts. Calls share their CUDA
 graphs (`keep_graphs`), whose captures are not timed. All decode prompts of the validation part,
 greedily; batches of one decode four prompts in turn. Beside each speed stands the share of tokens
-that equal those of the column's first row; in float32 all must. `agreement` is the share of tokens
-that are also the small model's likeliest, after the same text.
+that equal those of the column's first row; in float32 all must.
 """
 
 import sys
@@ -128,8 +127,6 @@ def time_all(
         prompts = [tokens[:128] for tokens in texts[: max(rows, LEAST_PROMPTS)]]
         ways = assisted(large, small, prompts, rows, 2 if options.dry_run else 512)
     expected = next(iter(ways.values()))()
-    if column != MANY:
-        details = details | {"agreement": agreement(small, prompts, expected)}
     for row, way in ways.items():
         places = [cell for cell in cells if cell.model == row]
         with keep_graphs(large):
@@ -183,15 +180,6 @@ def share_of_same(found: list[list[int]], expected: list[list[int]]) -> float:
     """Return the share of tokens that equal the expected ones."""
     pairs = [pair for rows in zip(found, expected, strict=True) for pair in zip_longest(*rows)]
     return sum(a == b for a, b in pairs) / len(pairs)
-
-
-@torch.no_grad()
-def agreement(small: LM, prompts: list[list[int]], rows: list[list[int]]) -> float:
-    """Return the share of the rows' tokens that are the small model's likeliest."""
-    tokens = torch.tensor([[*prompt, *row] for prompt, row in zip(prompts, rows, strict=True)])
-    tokens, first = tokens.to(small.embed.weight.device), len(prompts[0])
-    likeliest = small(tokens[:, :-1]).logits.argmax(-1)
-    return (likeliest == tokens[:, 1:])[:, first - 1 :].float().mean().item()
 
 
 if __name__ == "__main__":
