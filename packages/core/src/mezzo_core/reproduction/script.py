@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mezzo_core.errors import UserError, nearest, printable
-from mezzo_core.reproduction.origin import origin
-from mezzo_core.reproduction.result_file import Header, Result, say
+from mezzo_core.reproduction.result_file import Result
 from mezzo_core.reproduction.runner import Job, fill
 from mezzo_core.train.stopping import StoppedError
 
@@ -79,8 +78,7 @@ class Options:
         """Train the models that are asked for at several rates, see `training.sweep`."""
         from mezzo_core.reproduction.training import sweep  # which needs mezzo-core[train]
 
-        whole = Header(**TRAINING, columns=tuple(rates), models=tuple(configs), **header)
-        result = Result(self.out / f"{name}.json", whole, origin(self.device), say)
+        result = self.run(name, [], columns=tuple(rates), models=tuple(configs), **header)
         wanted = {model: config for model, config in configs.items() if model in self.models}
         where = (self.runs / name, self.device, self.jobs)
         sweep(result, wanted, rates, self.seeds if seeds is None else seeds, *where)
@@ -97,17 +95,11 @@ def run_script(
     replayed: bool = False,
     tokens: int = 0,
 ) -> int:
-    """Run a script's function on what the command line selects.
+    """Run a script's function on what the command line selects of all its models.
 
-    Args:
-        measure: the function.
-        description: the script's docstring, whose first line --help shows.
-        models: all models that the script can measure.
-        trains: whether it trains: then the command line has the options of text too.
-        parallel: whether it trains each model with several seeds, at the same time if told so.
-        replayed: whether its models are so small that their steps may be CUDA graphs.
-        tokens: the millions of tokens of a training, unless the command line says others; 0 if it
-            cannot.
+    The first line of the script's docstring is shown by --help. A script that `trains` has options
+    of text, a `parallel` one of seeds and jobs; models that may be `replayed` are so small that
+    their steps can be CUDA graphs. Of `tokens` there are so many millions if not said otherwise.
 
     Returns:
         The exit code: 0, 2 after a mistake that the user can mend, 130, 143 or 129 where Ctrl-C,
