@@ -127,18 +127,20 @@ class Reproduction:
             findings = self.find(run, only)
             watch("figures", 1, 1)
             names = [*model_names(published, results.values()), *self.models]
+
+            def draw(name: str, ours: Measurement, title: str, text: str) -> Figure:
+                path = folder / "figures" / f"{name}.png"
+                draw_result(ours, path, names)
+                return Figure(path, title, text)
+
             lead = None
-            for finding in (f for f in findings if f.id == self.lead):
-                result = finding.measurements[0]
-                path = folder / "figures" / "lead.png"
-                draw_result(result, path, names)
-                lead = Figure(path, finding.id, f"From {result.source}.json")
-            figures = []
-            for name, ours in found.items():
-                if isinstance(ours, Measurement):
-                    path = folder / "figures" / f"{name}.png"
-                    draw_result(ours, path, names)
-                    figures.append(Figure(path, ours.title or name, ours.setting))
+            for first in (f.measurements[0] for f in findings if f.id == self.lead):
+                lead = draw("lead", first, self.lead, f"From {first.source}.json")
+            figures = [
+                draw(name, ours, ours.title or name, ours.setting)
+                for name, ours in found.items()
+                if isinstance(ours, Measurement)
+            ]
             trained = found.get(TRAININGS)
             notes = (trained.setting, *self.notes) if isinstance(trained, Measurement) else ()
             return PaperReport(self.name, published, findings, figures, notes, lead)
