@@ -17,9 +17,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from distributions import hatchling
-from mezzo_core.console import show, show_table
+from mezzo_core.console import complain, show, show_table
 from mezzo_core.errors import UserError
-from rich.console import Console
 
 ROOT = Path(__file__).parents[1]
 RANGE = re.compile(r'"mezzo-([\w-]+)((?:\[[\w,]+\])?)([<>=][^"]*)"')
@@ -109,7 +108,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         else:
             release(root, asked.package, asked.part, asked.dry_run)
     except UserError as error:
-        show(f"error: {error}", Console(stderr=True), style="red")
+        complain(f"error: {error}", style="red")
         return 2
     return 0
 

@@ -11,10 +11,9 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from mezzo_core.console import show
+from mezzo_core.console import complain
 from mezzo_core.errors import UserError
 from mezzo_core.reproduction.reproduce import Reproduction, reproduce_papers
-from rich.console import Console
 
 
 def papers() -> list[Reproduction]:
@@ -34,7 +33,7 @@ def main() -> int:
     try:
         reproduce_papers(every, None, arguments.scale, arguments.out)
     except UserError as error:
-        show(f"error: {error}", Console(stderr=True), style="red")
+        complain(f"error: {error}", style="red")
         return 2
     return 0
 
