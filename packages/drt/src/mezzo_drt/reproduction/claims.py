@@ -3,16 +3,8 @@
 Criteria say what the paper says. "About X" is within a quarter of X; an accuracy is near another
 within ten points. Small models answer which perplexity is lower, not by how much.
 
-The results that an experiment on a GPU writes, and the names in them that are read here:
-
-- `passkey`, `two_hop`: accuracies in %, the models and columns (lengths) of Table 2.
-- `long_documents_gpt2`: perplexities of the small recipes by Table 1's names; a column for each
-  length of the evaluation, in tokens. The models are trained at 4,096 tokens.
-- `inference`: ms a token and GB, the columns of Table 3; groups are its prompts, "16K" and "48K".
-- `training_speed`: tokens/s, the models and columns of Table 4, with `peak_gb` beside each.
-- `length`: ms of a training step, for each of its sequences, by their tokens.
-
-The last three are the `bench` command's, which a run at the scale "gpu" measures itself.
+Results have the names, models and columns of the paper's tables. Those of `long_documents_gpt2` are
+lengths of the evaluation, those of `length` the tokens of a trained sequence.
 """
 
 import math
