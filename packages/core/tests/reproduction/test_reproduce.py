@@ -11,7 +11,7 @@ from mezzo_core.data import DataConfig
 from mezzo_core.errors import FailedRunError, UserError
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.lm import LMConfig
-from mezzo_core.reproduction import training
+from mezzo_core.reproduction import Header, Result, origin, training
 from mezzo_core.reproduction.beside import beside_printed, in_recipes
 from mezzo_core.reproduction.claims import (
     Run,
@@ -60,24 +60,14 @@ values = [2, 9]
 labels = ["layers", "GPUs"]
 where = "2"
 """
-SPEED = {
-    "kind": "speed", "title": "Speed", "setting": "on a GPU", "how": "other hardware",
-    "columns": ["8"], "models": ["Window", "Attention"], "unit": "ms", "better": "lower",
-    "gpu": "G", "cpu": "C", "torch": "2", "commit": "abc", "date": "2026-01-31",
-}  # fmt: skip
+SPEED = Header(
+    "speed", "Speed", "on a GPU", ("8",), ("Window", "Attention"), "ms", how="other hardware"
+)
 NOTHING = Run({}, lambda name: None)
 
 
 def layers(number):
     return counted(lambda claim: beside_printed(claim, {"layers": number}, "a recipe"), Within())
-
-
-def write_speed(folder, *pairs):
-    rows = [(m, i, v) for i, pair in enumerate(pairs) for m, v in zip(SPEED["models"], pair)]  # noqa: B905
-    entries = [{"model": m, "column": "8", "seed": i, "value": v} for m, i, v in rows]
-    path = folder / "results/gpu/speed.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**SPEED, "entries": entries}))
 
 
 def time_layers(sizes, folder, say):
@@ -99,7 +89,9 @@ def paper(tmp_path):
     module = package / "src/mezzo_p/reproduction/claims.py"
     module.parent.mkdir(parents=True)
     module.with_name("published.toml").write_text(PUBLISHED)
-    write_speed(package, (1.0, 2.0), (1.1, 2.2))
+    speed = Result(package / "results/gpu/speed.json", SPEED, origin(torch.device("cpu")))
+    speed.add(*(Entry("Window", "8", v, seed=i) for i, v in enumerate((1.0, 1.1))))
+    speed.add(*(Entry("Attention", "8", v, seed=i) for i, v in enumerate((2.0, 2.2))))
     text = tmp_path / "words.txt"
     text.write_text(" ".join(random.Random(0).choices(("half", "of", "the", "notes"), k=3000)))
     mixers = {

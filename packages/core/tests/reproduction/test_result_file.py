@@ -13,17 +13,8 @@ from mezzo_core.reproduction import result_file as result_module
 from mezzo_core.reproduction.result_file import FAILED, EntryFields
 from mezzo_core.testing.arguments import check_fields
 
-HEADER = Header(
-    kind="speed",
-    title="Table 8",
-    setting="toy",
-    how="scaled down",
-    columns=("64", "128"),
-    models=("RAT(L=16)", "Attention"),
-    unit="ms",
-    better="lower",
-    groups=("B=2", "B=4"),
-)
+MODELS, GROUPS = ("RAT(L=16)", "Attention"), ("B=2", "B=4")
+HEADER = Header("speed", "Table 8", "toy", ("64", "128"), MODELS, "ms", groups=GROUPS)
 HERE = {**origin(torch.device("cpu")), "commit": "c1", "date": "2026-01-01"}
 PLACE = Cell("RAT(L=16)", "64", "B=2")
 OTHER = Cell("Attention", "64", "B=2")

@@ -28,16 +28,8 @@ from toys.running_mean import RunningMeanConfig
 
 CPU = torch.device("cpu")
 HERE = {**origin(CPU), "commit": "c1"}
-HEADER = Header(
-    kind="training",
-    title="Table 2",
-    setting="toy",
-    how="scaled down",
-    columns=("Val. PPL",),
-    models=("Attention", "Mean"),
-    unit="perplexity",
-    better="lower",
-)
+MODELS = ("Attention", "Mean")
+HEADER = Header("training", "Table 2", "toy", ("Val. PPL",), MODELS, "perplexity")
 
 
 @pytest.fixture(scope="module")

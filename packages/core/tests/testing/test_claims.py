@@ -1,9 +1,10 @@
 """A criterion that compares nothing, or cannot come out against a claim, is found."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
+import torch
+from mezzo_core.reproduction import Cell, Header, Result, origin
 from mezzo_core.reproduction.claims import by_test, counted, result
 from mezzo_core.reproduction.criteria import Bound, Every, Given, Of, Order, Within, at_least, ratio
 from mezzo_core.reproduction.measurement import Measurement, entries
@@ -17,18 +18,13 @@ ROWS = tuple(
 TABLE = Table("t", "", "", "", "lower", "", ("PPL", "Acc"), ROWS, column_better=("lower", "higher"))
 CLAIM = Claim("c", "", "", (8, 0), "", labels=("x", "zero"), ordering=("a", "b"))
 PUBLISHED = Published("", (TABLE,), (CLAIM,))
-RESULT = {
-    "kind": "training", "title": "T", "setting": "s", "how": "scaled down", "columns": ["PPL"],
-    "models": ["a", "b"], "unit": "perplexity", "better": "lower",
-    "gpu": "G", "cpu": "C", "torch": "2", "commit": "abc", "date": "2026-01-31",
-    "entries": [{"model": m, "column": "PPL", "value": v} for m, v in (("a", 7.0), ("b", 8.0))],
-}  # fmt: skip
+HEADER = Header("training", "T", "s", ("PPL",), ("a", "b"), "perplexity")
 
 
 @pytest.fixture
 def check(tmp_path):
-    (tmp_path / "gpu").mkdir()
-    (tmp_path / "gpu/r.json").write_text(json.dumps(RESULT))
+    result = Result(tmp_path / "gpu/r.json", HEADER, origin(torch.device("cpu")))
+    result.add(Cell("a", "PPL").entry(7.0), Cell("b", "PPL").entry(8.0))
 
     def checked(id, evidence):
         check_claims(
