@@ -20,13 +20,7 @@ LINK = re.compile(r"(!?)(\[[^\]]*\])\((?!https?:|#)([^)\s]+)\)")
 
 
 def build(root: Path, tag: str, repository: str, out: Path) -> None:
-    """Build the package of a tree that a tag names.
-
-    Args:
-        root: the tree.
-        tag: such as "rat-v0.2.0".
-        repository: its address on the web.
-        out: the folder that gets the sdist and the wheel.
+    """Build the package of a tree that a tag names, such as "rat-v0.2.0".
 
     Raises:
         ValueError: if the tag has another version than the package.

@@ -21,12 +21,8 @@ def in_recipes(
     Each of `ours` is an expression: a path into the recipe, such as `optim.lr` or `optim.betas.0`,
     or sums and products of paths and whole numbers, such as `steps * batch_size * seq_len`. A list
     counts as its length, and `built` is the recipe's model. `NAME: ` before an expression takes
-    another recipe.
-
-    Args:
-        recipes: functions that return a recipe, by name.
-        rounded: relative tolerances by label, see `Within`.
-        further: functions of a recipe, by the names that `ours` gives them.
+    another recipe. `further` are functions of a recipe, by the names that `ours` gives them. What
+    the paper prints `rounded` has a relative tolerance, see `Within`.
     """
 
     def compare(claim: Claim) -> Measurement:

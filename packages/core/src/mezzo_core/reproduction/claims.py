@@ -41,20 +41,14 @@ class Run:
 class Evidence:
     """Where to find a measurement, and what it must show.
 
-    Attributes:
-        find: returns the measurement; None if this run and this package have none.
-        criterion: what it must show.
-        note: said after the outcome.
-        part: the part of the table or claim that was measured, if it is not all: a part alone may
-            differ, but cannot agree.
-        changed: how the criterion was changed after its result was known, with the outcome before.
+    A measured `part` of a table or claim may differ, but cannot agree alone.
     """
 
-    find: Callable[[Run, Printed], Measurement | None]
+    find: Callable[[Run, Printed], Measurement | None]  # None if run and package have none
     criterion: Criterion
-    note: str = ""
-    part: str = ""
-    changed: str = ""
+    note: str = ""  # said after the outcome
+    part: str = ""  # what was measured, if it is not all
+    changed: str = ""  # how the criterion was, after its result was known; the outcome before
 
     def judge(self, printed: Printed, ours: Measurement) -> Judgement:
         """Judge by the criterion, and add what is to be known about it."""

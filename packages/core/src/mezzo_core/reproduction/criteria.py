@@ -41,21 +41,13 @@ Criterion = Callable[[Table | Claim, Measurement], Judgement]
 
 @dataclass(frozen=True)
 class Of:
-    """What is compared: a model's number, or that number over or minus another's.
-
-    Attributes:
-        model: the model.
-        column: where its number stands; empty: in each column that the criterion goes through.
-        over: by what it is divided, seed by seed.
-        minus: what is subtracted from it, seed by seed.
-        detail: the detail of an entry that is read instead of its value, such as "peak_gb".
-    """
+    """What is compared: a model's number, or that number over or minus another's, seed by seed."""
 
     model: str
-    column: str = ""
+    column: str = ""  # empty: each column that the criterion goes through
     over: "Of | None" = None
     minus: "Of | None" = None
-    detail: str = ""
+    detail: str = ""  # of an entry, read instead of its value, such as "peak_gb"
 
     def numbers(self, ours: Measurement, column: str = "", group: str = "") -> dict[int, float]:
         """Return the numbers by seed; empty if one of the cells has none."""

@@ -35,15 +35,10 @@ def draw_result(
     models: Sequence[str] = (),
     metadata: Mapping[str, str] | None = None,
 ) -> Any:
-    """Draw a measurement, and return the figure.
+    """Draw a measurement into a PNG file, which keeps the metadata, and return the figure.
 
-    Numbered columns become lines; all else are losses by step and a dot for each seed.
-
-    Args:
-        ours: the measurement; the lines of a training are its losses.
-        path: the PNG file.
-        models: all models of the paper, whose order gives the colours.
-        metadata: words that the file keeps beside the picture.
+    Numbered columns become lines; all else are losses by step and a dot for each seed. The order of
+    the paper's models gives the colours.
     """
     from matplotlib import color_sequences
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -19,10 +19,7 @@ _THIS_FILE = Path(__file__)
 def origin(device: torch.device) -> dict[str, str | None]:
     """Describe the machine, the software and the commit, for a result file or a report.
 
-    Returns:
-        gpu, driver, cuda and ptxas (None on a CPU), cpu (processor and torch's threads), system,
-        python, torch, triton, mezzo_core (its version: a wheel has no commit), commit (see
-        `commit`) and date (of today, in UTC).
+    On a CPU gpu, driver, cuda and ptxas are None. A wheel has a version and no commit.
     """
     gpu = device.type == "cuda"
     triton = next((found.version for found in metadata.distributions(name="triton")), None)

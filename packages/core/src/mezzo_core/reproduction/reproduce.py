@@ -152,13 +152,9 @@ def reproduce_papers(
     """Reproduce papers, write report.html and .json into `out`, and print the findings.
 
     The tiny models stay in `out/NAME/runs`, where the `generate` command can use them. Results of
-    an earlier reproduction in `out`, which is made if needed, are replaced.
-
-    Args:
-        papers: the papers.
-        only: ids of tables or claims; None or empty means all.
-        scale: its name. Of several papers, one without a scale of this name takes its first.
-        out: the folder.
+    an earlier reproduction in `out`, which is made if needed, are replaced. `only` has ids of
+    tables or claims; None or empty means all. Of several papers, one without a scale of the given
+    name takes its first.
 
     Raises:
         UserError: if an id or the scale is unknown, `out` cannot be written, or the scale needs a

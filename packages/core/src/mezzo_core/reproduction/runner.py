@@ -96,16 +96,11 @@ def fill(
 def run(
     result: Result, jobs: Iterable[Job], folder: Path, device: torch.device, processes: int = 1
 ) -> None:
-    """Do jobs, and add what they measure to a result as it comes.
+    """Do jobs in their order, and add what they measure to a result, but for what it has already.
 
-    Args:
-        result: what it has already is left out.
-        jobs: in the order in which they begin.
-        folder: scratch; each of several processes uses a folder in it.
-        device: where to measure. Several processes share out all GPUs and the host's threads: if
-            each had all threads, they would wait for each other.
-        processes: how many jobs run at the same time, for work that is too small to fill a GPU or
-            for several GPUs; their trainings tell no speed then.
+    Work that is too small to fill a GPU, or that is for several GPUs, may have several processes;
+    its trainings tell no speed then. The processes share out all GPUs and the host's threads: if
+    each had all threads, they would wait for each other. Each has a folder in the scratch folder.
 
     Raises:
         Exception: the first error of a job; of several processes after all others have ended.

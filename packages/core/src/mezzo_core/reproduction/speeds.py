@@ -32,21 +32,13 @@ class AbstractSizes:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What a paper times, and at which sizes.
+    """What a paper times, and at which sizes."""
 
-    Attributes:
-        makers: the lists of what is timed, by names.
-        full: the paper's sizes, for a GPU; at all others the result is scaled down.
-        dry: sizes that take seconds.
-        cpu: sizes for a CPU; None: the dry ones.
-        prefix: of the files' names, before those of the makers.
-    """
-
-    makers: Mapping[str, Make]
-    full: AbstractSizes
-    dry: AbstractSizes
-    cpu: AbstractSizes | None = None
-    prefix: str = "speed_"
+    makers: Mapping[str, Make]  # the lists of what is timed, by names
+    full: AbstractSizes  # the paper's, for a GPU; at all others the result is scaled down
+    dry: AbstractSizes  # take seconds
+    cpu: AbstractSizes | None = None  # for a CPU; None: the dry ones
+    prefix: str = "speed_"  # of the files' names, before those of the makers
 
     def measure(
         self, name: str, sizes: AbstractSizes, folder: Path, say: Say

@@ -132,14 +132,9 @@ def sweep(
 
     So no model loses by a rate that does not suit it. The sweep begins with the three rates in the
     middle, and goes on while a model's best rate has an untried neighbour.
-    `mezzo_core.reproduction.measurement.at_best` reads such a result.
-
-    Args:
-        result: its columns are the rates; what it has already is left out.
-        configs: the runs by the models' names; their seed and rate are replaced.
-        rates: the learning rates in order, by the names of the columns.
-        seeds: of the initial weights.
-        where: the last arguments of `run`.
+    `mezzo_core.reproduction.measurement.at_best` reads such a result, whose columns are the names
+    of the rates. The seed and the rate of the configurations are replaced. `where` are the last
+    arguments of `run`.
     """
     columns = list(rates)
 
@@ -237,11 +232,8 @@ def measure_run(
 ) -> dict[str, Any]:
     """Train a model and return what came of it, read from the run's log.
 
-    Args:
-        config: of the run. If it starts from another model (`init_from`), that is evaluated too.
-        folder: of the run. All runs of an experiment may take the same folder in turn.
-        device: where to train.
-        resume: continue the run in the folder, or only read it if it is done; False removes it.
+    If it starts from another model (`init_from`), that is evaluated too. With `resume` the run in
+    the folder goes on, or is only read if it is done; without, it is removed.
 
     Returns:
         perplexity, accuracy and (of a task) exact_match on the validation part, parameters,

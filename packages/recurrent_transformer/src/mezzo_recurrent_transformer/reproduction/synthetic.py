@@ -167,10 +167,9 @@ class SweepConfig:
 def sweep(config: SweepConfig, out: Path, *, device: str | None = None, jobs: int = 1) -> Result:
     """Train everything that `config` asks for, one seed after another, so many jobs at a time.
 
-    For each model, task and seed the result gets two entries of the run with the best exact match:
-    its exact match, with the details of this run and of the `others`, and its token accuracy. A
-    sweep over the other model goes on in the same file, and so does one that was killed: its runs
-    resume from their own folders in `out`, and finished ones are only read.
+    For each model, task and seed the result gets the exact match of the run where it is best, with
+    details of all runs, and the token accuracy of this run. A sweep over the other model goes on in
+    the same file, and so does one that was killed, see `Tuning`.
 
     Raises:
         UserError: if `out` has the result of another sweep or cannot be written, or there is no
