@@ -172,29 +172,21 @@ def at_rate(config: TrainConfig, lr: float) -> TrainConfig:
 class Tuning:
     """The work of a job that trains one model with several optimizers, and tells the best run.
 
-    A run has a folder of its own, so that a killed one resumes, and a finished one is only read.
-
-    Attributes:
-        name: of what is trained, for what is said.
-        cells: those that get the measures `by`, one each; the first has the run's details, and in
-            "others" those of the other runs, the best first.
-        configs: the runs, in the order in which they are made.
-        folder: what the runs' folders begin with; their settings follow, as in "gsa_lr0.001".
-        swept: the fields of `OptimConfig` in which the runs differ.
-        by: the measures that decide; higher is better, and the second decides between runs that
-            are equal by the first. A run whose loss exploded has DIVERGED in their place.
-        enough: stop once the first measure of a run exceeds this.
-        details: further ones.
+    Each of the cells gets one of the measures `by`. The first has the run's details too, and in
+    "others" those of the other runs, the best first. A run has a folder of its own, so that a
+    killed one resumes, and a finished one is only read.
     """
 
-    name: str
+    name: str  # of what is trained, for what is said
     cells: tuple[Cell, ...]
-    configs: Sequence[TrainConfig]
-    folder: Path
-    swept: Sequence[str] = ("lr",)
+    configs: Sequence[TrainConfig]  # the runs, in the order in which they are made
+    folder: Path  # what the runs' folders begin with; their settings follow, as in "gsa_lr0.001"
+    swept: Sequence[str] = ("lr",)  # the fields of `OptimConfig` in which the runs differ
     by: Sequence[str] = ("accuracy",)
-    enough: float | None = None
-    details: Mapping[str, Any] = field(default_factory=dict)
+    """Higher is better, and the second decides between runs that are equal by the first. A run
+    whose loss exploded has DIVERGED in their place."""
+    enough: float | None = None  # stop once the first measure of a run exceeds this
+    details: Mapping[str, Any] = field(default_factory=dict)  # further ones
 
     def __call__(
         self, missing: tuple[Cell, ...], _: Path, device: torch.device
