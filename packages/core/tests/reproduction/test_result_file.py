@@ -111,15 +111,6 @@ def test_another_commit_or_machine_is_refused(tmp_path, key):
         Result(tmp_path / "a.json", HEADER, {**HERE, key: "other"})
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"entries": [1]}'])
-def test_what_is_no_result_is_refused_and_kept(tmp_path, text):
-    path = tmp_path / "a.json"
-    path.write_text(text)
-    with pytest.raises(UserError, match=r"a\.json"):
-        Result(path, HEADER, HERE)
-    assert path.read_text() == text
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
