@@ -1,5 +1,6 @@
 """Each script of experiments/: rehearsed on a CPU it fills its files; what a full run trains."""
 
+import math
 import runpy
 import sys
 from dataclasses import replace
@@ -14,9 +15,11 @@ import mezzo_recurrent_transformer.recipes
 import pytest
 import torch
 from mezzo_core.reproduction import Options, gpus
+from mezzo_core.reproduction.measurement import read_results
 from mezzo_core.reproduction.result_file import read_file
 from mezzo_drt.recipes import PAPER_NAMES
-from mezzo_drt.reproduction.claims import REPRODUCTION
+from mezzo_drt.reproduction.claims import REPRODUCTION as DRTS
+from mezzo_gsa.reproduction.claims import REPRODUCTION as GSAS
 from mezzo_recurrent_transformer import RecurrentBlockConfig
 from mezzo_recurrent_transformer.recipes import with_layers
 
@@ -54,6 +57,11 @@ ON_A_GPU_ALONE = {"gsa/accelerate_fla"}
 """Scripts that measure nothing on a CPU."""
 
 
+def write_words():
+    Path("words.txt").write_text("half of the notes stand between a rest and a song " * 400)
+    return "words.txt"
+
+
 def run_script(path, *words):
     """Run a script on a command line in this process, and return its exit code."""
     with patch.object(sys, "argv", [str(path), *words]), pytest.raises(SystemExit) as end:
@@ -75,8 +83,7 @@ def test_a_rehearsal_fills_the_files_that_are_committed(name, tmp_path, monkeypa
     monkeypatch.setattr(gpus, "run_processes", lambda _, work, *given: {0: work(*given)})
     command = ["--dry-run", "--out", "results/cpu", *WORDS[name]]
     if "trains=True" in path.read_text(encoding="utf-8") and "--data" not in command:
-        Path("words.txt").write_text("half of the notes stand between a rest and a song " * 400)
-        command += ["--data", "words.txt"]
+        command += ["--data", write_words()]
     assert run_script(path, *command) == 0
     measured = {each.stem: read_file(each) for each in Path("results/cpu").glob("*.json")}
     assert bool(measured) == (name not in ON_A_GPU_ALONE)
@@ -146,7 +153,7 @@ def test_the_trainings_on_documents_are_the_small_recipes_of_drt():
 def test_needles_cover_the_printed_lengths():
     needles = script("drt/needles")
     for name, table in {needles.PASSKEY: "single_niah", needles.TWO_HOP: "two_hop_niah"}.items():
-        printed = REPRODUCTION.published.by_id[f"drt.table2.{table}"]
+        printed = DRTS.published.by_id[f"drt.table2.{table}"]
         columns = {column for column in printed.columns if column != "Retrieval"}
         assert columns <= set(needles.TABLES[name].columns) <= set(needles.SAMPLES)
         assert set(needles.TABLES[name].models) <= {row.model for row in printed.rows}
@@ -164,3 +171,53 @@ def test_the_stages_of_needles_follow_one_another():
     landmark = [*needles.runs_of(needles.PASSKEY, needles.LANDMARK, 0, FULL).values()]
     assert [config.seq_len for config in landmark] == [512, *[768] * 4]
     assert {config.batch_size for config in landmark} == {16}, "short rows, so more of them"
+
+
+def test_the_rows_of_the_ablation_of_gsa_differ_in_their_models_alone():
+    ablation = script("gsa/ablation")
+    rows = {row.model for row in GSAS.published.by_id["gsa.table2"].rows}
+    assert rows <= set(ablation.NAMES.values())
+    configs = {name: ablation.configure(name, FULL) for name in ablation.NAMES}
+    assert len({config.model for config in configs.values()}) == len(configs)
+    gsa = configs["gsa"]
+    for name, config in configs.items():
+        assert replace(config, name=gsa.name, model=gsa.model) == gsa
+        if name not in ("retnet", "hgrn2"):  # a smaller MLP, and a stack
+            assert replace(config.model, mixers=gsa.model.mixers) == gsa.model
+        with torch.device("meta"):
+            assert config.model.build().num_parameters() == pytest.approx(34e6, rel=0.03)
+            ablation.configure(name, replace(FULL, dry_run=True)).model.build()
+
+
+def test_a_fine_tuning_starts_from_the_converted_transformer(tmp_path, monkeypatch, capsys):
+    t2r = script("gsa/t2r")
+    models = (t2r.TRANSFORMER, "GSA", t2r.CONTROL)
+    monkeypatch.chdir(tmp_path)
+    text = write_words()
+
+    def rehearse(*models, text=text, out="results/cpu"):
+        words = ("--dry-run", "--runs", "runs", "--seeds", "0", "--data", text, "--out", out)
+        return run_script(ROOT / "gsa/experiments/t2r.py", *words, "--models", *models)
+
+    assert rehearse("GSA") == 2
+    assert "no model to start from: add Transformer to --models" in capsys.readouterr().err
+    assert rehearse(t2r.TRANSFORMER) == 0
+    (first_alone,) = read_results(tmp_path / "results")["cpu/t2r_rates"].entries
+    assert rehearse(*models) == 0
+    ours = read_results(tmp_path / "results")["cpu/t2r_rates"]
+    assert ours.columns == tuple(t2r.RATES)
+    assert [model for _, model in ours.rows] == list(models)
+    transformer, *tuned, nothing = ours.entries
+    assert transformer == first_alone, "it is not trained again"
+    curves = [entry.details["steps"]["val"] for entry in tuned]
+    assert len({tuple(curve[0]) for curve in curves}) == 1, "every rate starts from the same model"
+    for entry, ((step, first), *_, (last, loss)) in zip(tuned, curves, strict=True):
+        assert (step, last) == (0, 10)
+        assert loss < first
+        assert math.exp(loss) == pytest.approx(entry.value, rel=1e-3)
+        assert entry.value < 0.8 * nothing.value
+        assert entry.details["parameters"] == nothing.details["parameters"]
+    assert transformer.details["steps"]["val"][-1][0] == 30
+    assert nothing.details["steps"]["val"][0][0] > 0, "it starts from no model"
+    other = str(Path(text).rename("other.txt"))
+    assert rehearse("GSA", text=other, out="other") == 2, "the Transformer is of another text"
