@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import chain
 
 from mezzo_core.reproduction import Options, run_script
-from mezzo_core.reproduction.training import at_rate, conditions, trainings
+from mezzo_core.reproduction.training import at_rate, in_words, trainings
 from mezzo_core.train.config import TrainConfig
 from mezzo_recurrent_transformer.recipes import (
     PAPER_NAMES,
@@ -47,19 +47,16 @@ OF_NORMS = {rate: RATES[rate] for rate in ("1e-3", "3e-3", "1e-2")}
 def measure(options: Options) -> None:
     """Train each model at its best rate, then each of the ablation at each rate."""
     example = configure("small_12", "recurrent", options)
-    words = f"{conditions(example, options.device)}, but for the rate; cosine to a tenth of it"
-    sizes = "; ".join(
-        f"{layers} layers: C {hyperparameters(f'small_{layers}', options).d_model}"
-        for layers in (12, 6)
-    )
+    words = f"{in_words(example, options.device)}, but for the rate; cosine to a tenth of it"
+    wide = hyperparameters("small_6", options).d_model
     options.sweep(
         "train_small",
         {model: configure(*each, options) for model, each in MODELS.items()},
         RATES,
         title="6 and 12 layers of both architectures, each at its best learning rate",
-        setting=f"{sizes}; {words}; Transformers with torch.compile; seed 0 at the three rates in "
-        "the middle and at the next ones while a model's best is at an end, the other seeds at the "
-        "model's best",
+        setting=f"{words}; 6 layers: C {wide}; Transformers with torch.compile; seed 0 at the "
+        "three rates in the middle and at the next ones while a model's best is at an end, the "
+        "other seeds at the model's best",
     )
     norms = {model: configure("small_12", name, options) for model, name in NORMS.items()}
     at_each = {
@@ -72,7 +69,7 @@ def measure(options: Options) -> None:
             trainings(configs, [rate], options.seeds) for rate, configs in at_each.items()
         ),
         title="RMSNorm before the persistent pairs, at three learning rates",
-        setting=f"12 recurrent layers, C {example.model.d_model}; {words}",
+        setting=f"recurrent layers, {words}",
     )
 
 

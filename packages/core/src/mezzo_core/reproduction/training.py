@@ -294,18 +294,13 @@ def _keep_origin(folder: Path, device: torch.device, *, resume: bool) -> None:
 
 
 def in_words(config: TrainConfig, device: torch.device) -> str:
-    """Describe a run: the model's width and depth, and its conditions."""
-    stack = on_meta(config.model).stack
+    """Describe a run: the model's width and depth, tokens, learning rate and precision."""
+    stack, data, optim = on_meta(config.model).stack, config.data, config.optim
     layers = f", {len(stack.blocks)} layers" if isinstance(stack, Stack) else ""
-    return f"C {config.model.d_model}{layers}, {conditions(config, device)}"
-
-
-def conditions(config: TrainConfig, device: torch.device) -> str:
-    """Describe the conditions of a run: tokens, learning rate and precision."""
-    data, optim = config.data, config.optim
     assert isinstance(data, DataConfig)
     tokens = config.steps * config.batch_size * config.seq_len
     return (
+        f"C {config.model.d_model}{layers}, "
         f"T {config.seq_len}, {config.steps} steps of {config.batch_size} sequences "
         f"({tokens:,} tokens of {corpus_name(data.source)}, "
         f"tokenizer {Path(data.tokenizer).name}), lr {optim.lr:g}, warm-up "
