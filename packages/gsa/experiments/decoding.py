@@ -52,10 +52,12 @@ LARGE = replace(
     checkpoint_every=10**9,
 )
 """302M weights in the blocks, as the recipes of this size."""
+SMALL = replace(LARGE, num_layers=2, num_heads=2, d_model=512, steps=2400)
+"""6M weights in the blocks, trained four times as long: a step costs little, and each token on
+which both agree spares one of the large model."""
 TOY = replace(tiny(), d_model=32, num_layers=2, seq_len=32, steps=3, eval_batches=1)
-SMALL = {"num_layers": 2, "num_heads": 2, "d_model": 512, "steps": 2400}
-"""The small model, of 6M weights in the blocks, is trained four times as long: a step of it costs
-little, and each token on which both agree spares one of the large model."""
+SIZES_OF = {"large": (LARGE, TOY), "small": (SMALL, replace(TOY, d_model=16, num_layers=1))}
+"""The sizes of both models, in full and in a dry run."""
 
 
 def measure(options: Options) -> None:
@@ -94,16 +96,8 @@ def rows_of(column: str) -> Sequence[str]:
 
 def configure(name: str, options: Options) -> TrainConfig:
     """Return the training of one of the two models."""
-    sizes = replace(
-        TOY if options.dry_run else LARGE,
-        data=options.text,
-        vocab_size=load_tokenizer(options.tokenizer).vocab_size,
-    )
-    if name == "small":
-        sizes = replace(
-            sizes,
-            **(SMALL | ({"d_model": 16, "num_layers": 1, "steps": 3} if options.dry_run else {})),
-        )
+    vocab_size = load_tokenizer(options.tokenizer).vocab_size
+    sizes = replace(SIZES_OF[name][options.dry_run], data=options.text, vocab_size=vocab_size)
     config = train_config(f"decoding_{name}", sizes, "gsa")
     # The head is tied to the embedding: so few tokens cannot train another matrix.
     return replace(config, model=replace(config.model, tie_embeddings=True))
