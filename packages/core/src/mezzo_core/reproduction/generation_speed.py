@@ -54,18 +54,13 @@ def time_step(
 
 @dataclass(frozen=True)
 class Throughput:
-    """How fast a batch of B rows generates.
+    """How fast a batch of B rows generates."""
 
-    `tokens_per_second` counts the new tokens of all rows over the time of their steps,
-    `with_prompt` over that of the prompts (`prefill_ms`) too. `decode_ms` is the time of a step at
-    the first, the middle and the last position.
-    """
-
-    tokens_per_second: float
-    with_prompt: float
+    tokens_per_second: float  # the new tokens of all rows over the time of their steps
+    with_prompt: float  # over that of the prompts too
     B: int
-    prefill_ms: float
-    decode_ms: tuple[float, ...]
+    prefill_ms: float  # of the prompts
+    decode_ms: tuple[float, ...]  # of a step at the first, the middle and the last position
 
 
 def time_throughput(

@@ -89,18 +89,13 @@ class SweepConfig:
         UserError: if a model is unknown, there is no learning rate, or the rows fill no batch.
     """
 
-    task: MQARConfig = field(default_factory=MQARConfig)
-    """Its seed also sets the weights and dropout."""
-    models: tuple[str, ...] = ("attention", "gsa", "gla", "hgrn2", "retnet")
-    """Of `NAMES`."""
+    task: MQARConfig = field(default_factory=MQARConfig)  # its seed sets weights and dropout too
+    models: tuple[str, ...] = ("attention", "gsa", "gla", "hgrn2", "retnet")  # of `NAMES`
     widths: tuple[int, ...] = (64, 128, 256, 512)
-    learning_rates: tuple[float, ...] = (1e-4, 4.64e-4, 2.15e-3, 1e-2)
-    """Tried in this order; each falls along half a cosine to 0."""
-    skip_solved: bool = False
-    """Try no further rates for a model at a width where one has solved the task."""
+    learning_rates: tuple[float, ...] = (1e-4, 4.64e-4, 2.15e-3, 1e-2)  # tried in this order
+    skip_solved: bool = False  # try no further rates at a width where one has solved the task
     batch_size: int = 128
-    epochs: int = 64
-    """At most; accuracy is measured after each."""
+    epochs: int = 64  # at most; accuracy is measured after each
     precision: Precision = "fp32"
     compile: bool = False
     cuda_graph: bool = False

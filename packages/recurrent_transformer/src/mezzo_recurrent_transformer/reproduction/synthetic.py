@@ -59,21 +59,15 @@ class SweepConfig:
         UserError: if a model is unknown, there is nothing to do, or the rows do not fill a batch.
     """
 
-    tasks: tuple[AbstractTask, ...] = tuple(TASKS.values())
-    """With their sizes; their seeds are replaced."""
+    tasks: tuple[AbstractTask, ...] = tuple(TASKS.values())  # their seeds are replaced
     models: tuple[str, ...] = tuple(LAYERS)
-    learning_rates: tuple[float, ...] = (1e-3, 5e-4, 1e-4)
-    """Tried for each model and task in this order, until one solves the task."""
-    weight_decays: tuple[float, ...] = (0.0, 0.1)
-    """Tried with each learning rate."""
-    seeds: tuple[int, ...] = (0, 1, 2)
-    """Of the weights and of the rows' order; the rows themselves are always the same."""
-    d_model: int = 128
-    """Width C; the MLP has 4C, heads have 8."""
+    learning_rates: tuple[float, ...] = (1e-3, 5e-4, 1e-4)  # in order, until one solves the task
+    weight_decays: tuple[float, ...] = (0.0, 0.1)  # tried with each learning rate
+    seeds: tuple[int, ...] = (0, 1, 2)  # of the weights and of the order of always the same rows
+    d_model: int = 128  # C; the MLP has 4C, heads have 8
     batch_size: int = 128
     epochs: int = 200
-    max_steps: int | None = None
-    """The steps of a run if its epochs have more."""
+    max_steps: int | None = None  # of a run, if its epochs have more
     precision: Precision = "auto"
     compile: bool = False
     cuda_graph: bool = False
