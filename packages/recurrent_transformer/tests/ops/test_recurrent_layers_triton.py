@@ -4,8 +4,6 @@ On a GPU calls are repeated: the steps of a tile become a CUDA graph in the firs
 call as a whole in its third.
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from mezzo_core.testing import assert_close, grads
@@ -16,23 +14,6 @@ from mezzo_recurrent_transformer.ops.recurrent_layers import (
     recurrent_layers,
     workspace,
 )
-from mezzo_recurrent_transformer.ops.recurrent_layers.backward import Kept, backward
-from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
-from mezzo_recurrent_transformer.ops.recurrent_layers.forward import forward
-from mezzo_recurrent_transformer.ops.recurrent_layers.op import parts_of
-from mezzo_recurrent_transformer.ops.recurrent_layers.operands import (
-    BackwardBuffers,
-    ForwardBuffers,
-    Matrices,
-)
-from mezzo_recurrent_transformer.ops.recurrent_layers.tiles import Tile
-from mezzo_recurrent_transformer.ops.recurrent_layers.workspace import (
-    Call,
-    backward_workspace,
-    forward_workspace,
-    workspace_for,
-)
-from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton")
 from mezzo_recurrent_transformer.ops.recurrent_layers.triton import early, products
@@ -204,108 +185,6 @@ def test_calls_in_inference_mode_leave_nothing_that_training_may_not_overwrite()
             recurrent_layers(inputs["x"], weights, impl="triton", **options)
     for _ in range(4):
         assert_right(run("triton", *given), *given, torch.float32)
-
-
-def test_what_is_kept_in_inference_mode_can_be_overwritten_outside_of_it(monkeypatch):
-    """The test above on a CPU, with CUDA graphs replaced: a CPU keeps no memory of its own."""
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(graphs, "capture", lambda call, pool=None: (None, call()))
-    inputs, _, options = problem((2, 3, 39, 2, 16, "rms", 1))
-    weights = LayerWeights(
-        **{name: w.requires_grad_() for name, w in inputs.items() if name != "x"}
-    )
-    matrices, slopes = Matrices.of(weights, torch.float32), options["alibi_slopes"]
-    call = Call(matrices, slopes, None, Form(2, 1.0, "rms", 1e-5, True, 1), parts_of("eager"))
-    with torch.inference_mode():
-        of_forward = forward_workspace(inputs["x"], 16, call)
-        kept = [of_forward, backward_workspace(inputs["x"], of_forward)]
-        captured = graphs._Captured(lambda *given: given, [inputs["x"], None, weights.n1])
-    kept = tree_leaves(([(work.buffers, work.w, work.slopes) for work in kept], captured.arguments))
-    assert not any(t.is_inference() or t.requires_grad for t in kept if t is not None)
-
-
-class Replayed:
-    """Stands for a CUDA graph, which a CPU lacks."""
-
-    def __init__(self, call):
-        self.replay = call
-
-
-class OnAGPU(torch.Tensor):
-    """A CPU tensor that claims to be on a GPU."""
-
-    is_cuda = True
-
-
-@pytest.fixture
-def replaying(monkeypatch):
-    """Let a CPU pretend to capture graphs and to replay them."""
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(graphs, "capture", lambda call, pool=None: (Replayed(call), None))
-    monkeypatch.setattr(workspace, "_kept", graphs.Latest())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
-
-
-def run_a_tile(impl, ran):
-    """Run a tile of two layers on a pretended GPU; each step appends its parts to `ran`."""
-    inputs, _, options = problem((2, 3, 39, 2, 16, "rms", 1))
-    weights = LayerWeights(**{name: w for name, w in inputs.items() if name != "x"})
-    matrices, slopes = Matrices.of(weights, torch.float32), options["alibi_slopes"]
-    form = Form(2, 1.0, "rms", 1e-5, True, 1)
-    call = Call(matrices, slopes, None, form, parts_of(impl))
-    work = workspace_for(ForwardBuffers, inputs["x"].as_subclass(OnAGPU), 16, call)
-    work.run(lambda its: ran.append(its.parts), Tile(0, 0, 2))
-
-
-def test_each_impl_has_graphs_of_its_own(replaying):
-    ran = []
-    for impl in ("eager", "triton", "eager", "triton"):
-        run_a_tile(impl, ran)
-    assert ran == [parts_of(impl) for impl in ("eager", "triton", "eager", "triton")]
-    assert len(workspace._kept) == 2
-
-
-def test_a_backward_in_the_memory_of_its_forward_gives_the_same(replaying):
-    inputs, dz, options = problem((2, 3, 39, 2, 16, "rms", 1))
-    weights = LayerWeights(**{name: w for name, w in inputs.items() if name != "x"})
-    matrices, form = Matrices.of(weights, torch.float32), Form(2, 1.0, "rms", 1e-5, True, 1)
-    call = Call(matrices, options["alibi_slopes"], None, form, parts_of("eager"))
-
-    def run(x):
-        stream = forward(x, call).stream
-        found = backward(dz, None, Kept(stream[:, :, : x.shape[1]], None), call)
-        return stream, found.x, *found.weights
-
-    wanted = run(inputs["x"])
-    for _ in range(2):  # the second time steps are replayed
-        for found, plain in zip(run(inputs["x"].as_subclass(OnAGPU)), wanted, strict=True):
-            assert torch.equal(found, plain)
-    buffers = [work.buffers for work in workspace._kept.values()]
-    of_forward, of_backward = sorted(buffers, key=lambda each: isinstance(each, BackwardBuffers))
-    assert of_backward.z.data_ptr() == of_forward.stream[1].data_ptr()
-
-
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [("allow_tf32", True), ("allow_bf16_reduced_precision_reduction", False)],
-)
-def test_each_precision_of_products_has_graphs_of_its_own(flag, value, replaying):
-    run_a_tile("triton", [])
-    usual = getattr(torch.backends.cuda.matmul, flag)
-    setattr(torch.backends.cuda.matmul, flag, value)
-    try:
-        run_a_tile("triton", [])
-    finally:
-        setattr(torch.backends.cuda.matmul, flag, usual)
-    assert len(workspace._kept) == 2
-
-
-def test_what_was_used_last_is_kept():
-    latest = graphs.Latest()
-    for key in (*range(graphs.KEPT), 0, graphs.KEPT):
-        assert latest.take(key, lambda key=key: key) == key
-    assert list(latest) == [*range(2, graphs.KEPT), 0, graphs.KEPT]
 
 
 @pytest.mark.gpu
