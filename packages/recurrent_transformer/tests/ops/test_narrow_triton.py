@@ -3,7 +3,7 @@
 import pytest
 import torch
 from mezzo_core.testing import assert_close
-from mezzo_recurrent_transformer.ops.recurrent_layers import eager
+from mezzo_recurrent_transformer.ops.recurrent_layers import eager, tiles
 from mezzo_recurrent_transformer.ops.recurrent_layers.backward import run_tile_bwd
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.forward import run_tile
@@ -24,14 +24,15 @@ from .comparison import BFLOAT, DEVICE, FLOAT, HALF, NAN, RTOL, each_dtype
 CASES = {
     "the paper's": ((1, 3, 17, 16, 128, 512), "rms", True),
     "ragged": ((3, 5, 2, 3, 48, 100), "layer", True),
-    "two leaves, no norm of pairs": ((1, 32, 2, 1, 32, 16), "rms", False),
+    "two leaves, no norm of pairs": ((2, 16, 2, 1, 32, 16), "rms", False),
     "no norm": ((2, 7, 3, 2, 8, 24), "none", True),
 }
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 @pytest.fixture(autouse=True)
-def _every_dtype(monkeypatch):
+def _every_dtype_and_short_leaves(monkeypatch):
+    monkeypatch.setattr(tiles, "LEAF", 8)
     monkeypatch.setattr(products, "DTYPES", (FLOAT, BFLOAT, HALF))
 
 
@@ -47,8 +48,8 @@ def problem(case, dtype):
     sizes = {"qkv": (3 * C, C), "o": (C, C), "up": (F, C), "down": (C, F)}
     weights = {name: normal(m + 1, *size) * size[1] ** -0.5 for name, size in sizes.items()}
     norms = dict.fromkeys(("n1", "n2", "q_norm", "k_norm"))
-    if norm != "none":  # a part of wider rows, as a caller may have them
-        norms = {name: 1 + normal(m + 1, C + 3, dtype=FLOAT)[:, :C] for name in norms}
+    if norm != "none":
+        norms = {name: 1 + normal(m + 1, C, dtype=FLOAT) for name in norms}
     slopes = 2.0 ** -torch.arange(1, H + 1, device=DEVICE)
     return form, Matrices(**weights, **norms).of_layers(1, m + 1), slopes, normal
 
@@ -68,6 +69,8 @@ def test_leaves_equal_eager(case, dtype):
     stream = normal(*given.stream.shape, dtype=FLOAT)  # a layer's outputs are the next's inputs
     before = {name: normal(*getattr(given.attending, name).shape) for name in READ_FWD}
     before["lse"][:, 0] = -torch.inf  # a token may be the first
+    before["lse"][:, 1] = 200  # what comes before may outweigh the token itself
+    before["kt"][:, 2], before["lse"][:, 2] = -100 * before["q"][:, 2], -torch.inf  # or its leaf
 
     def run(parts, change):
         buffers = ForwardBuffers.of(x, w.map(change), S, form)
