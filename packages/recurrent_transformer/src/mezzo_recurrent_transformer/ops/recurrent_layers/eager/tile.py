@@ -117,7 +117,7 @@ def earlier_logits(work: ForwardWork | BackwardWork, keys: Keys) -> tuple[Tensor
     q, H = work.buffers.attending.q, work.form.num_heads
     S = q.shape[1]
     before = keys.before(S)
-    L = keys.k.shape[2] if keys.seen is not None else max(keys.first, 0)
+    L = keys.k.shape[2] if keys.seen is not None else keys.first
     slot = torch.arange(L, device=q.device)
     hidden = slot >= before[..., None]  # (m, B, L)
     k, v = heads(keys.k[:, :, :L], H), heads(keys.v[:, :, :L], H)
