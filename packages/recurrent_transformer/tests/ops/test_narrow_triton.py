@@ -160,3 +160,18 @@ def test_a_nan_stays_in_its_row():
     assert found[:, :, 3].isnan().all()
     others = torch.arange(B, device=DEVICE) != 3
     assert torch.equal(found[:, :, others], healthy[:, :, others])
+
+
+def test_the_pairs_are_those_of_the_outputs_as_they_were_rounded():
+    case = CASES["ragged"]
+    form, w, slopes, normal = problem(case, FLOAT)
+    (_, S, B, _, C, _), *_ = case
+    buffers = ForwardBuffers.of(normal(B, S, C, dtype=BFLOAT), w, S, form)
+    for tensor in (buffers.stream, *buffers.attending):
+        tensor.copy_(normal(*tensor.shape))
+    run_tile(Workspace(buffers, w, slopes, form, kernels))
+    k, v, normed = (torch.empty_like(buffers.attending.k) for _ in range(3))
+    eager.normed(buffers.stream[1:], w.n1, form, normed)
+    eager.split_pair(eager.product(normed, w.kv), w.k_norm, form, k, v)
+    assert_close("k", buffers.attending.k, k, rtol=1e-5)
+    assert_close("v", buffers.attending.v, v, rtol=1e-5)
