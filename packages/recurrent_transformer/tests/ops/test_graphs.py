@@ -1,6 +1,5 @@
 """Memory and CUDA graphs that the op keeps: on a CPU, which pretends to capture and to replay."""
 
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -77,7 +76,6 @@ def replaying(monkeypatch):
     monkeypatch.setattr(graphs, "capture", capture)
     for module, name in ((workspace, "_kept"), (graphs, "_counts"), (graphs, "_captured")):
         monkeypatch.setattr(module, name, graphs.Latest())
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     on_a_stream(monkeypatch)
 
 

@@ -117,9 +117,4 @@ def run(
         if _counts[key] < REPEATED:
             return call(*arguments)
         del _counts[key]
-
-    def capture_call() -> _Captured:
-        with torch.cuda.device(x.device):
-            return _Captured(call, arguments)
-
-    return _captured.take(key, capture_call)(arguments)
+    return _captured.take(key, lambda: _Captured(call, arguments))(arguments)

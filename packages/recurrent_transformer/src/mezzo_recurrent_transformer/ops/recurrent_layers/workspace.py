@@ -101,7 +101,7 @@ def workspace_for(kind: type[Buffers], x: Tensor, S: int, call: Call) -> Workspa
 def forward_workspace(x: Tensor, S: int, call: Call) -> ForwardWork:
     """Return a workspace for later calls too, with memory for weights."""
     # Calls outside of inference mode could not overwrite tensors made in it.
-    with torch.inference_mode(False), torch.cuda.device_of(x):
+    with torch.inference_mode(False):
         weights, slopes = call.weights.map(torch.empty_like), torch.empty_like(call.slopes)
         buffers = ForwardBuffers.of(x, weights, S, call.form)
         return Workspace(buffers, weights, slopes, call.form, call.parts, Graphs())
@@ -109,7 +109,7 @@ def forward_workspace(x: Tensor, S: int, call: Call) -> ForwardWork:
 
 def backward_workspace(x: Tensor, forward: ForwardWork) -> BackwardWork:
     """Return a workspace that reuses the memory of a forward's, which is done by then."""
-    with torch.inference_mode(False), torch.cuda.device_of(x):
+    with torch.inference_mode(False):
         buffers = BackwardBuffers.in_place_of(forward.buffers, x, forward.w, forward.form)
         w, slopes, form, parts = forward.w, forward.slopes, forward.form, forward.parts
         return Workspace(buffers, w, slopes, form, parts, Graphs())

@@ -5,7 +5,6 @@ temporary pairs of its own block up to itself. In the kernels of a whole tile, i
 tile are clamped to its last token: so loads need no mask, and no query sees nothing.
 """
 
-import torch
 import triton
 import triton.language as tl
 from mezzo_core.ops.launch import launch
@@ -62,12 +61,11 @@ def attend_earlier(work: ForwardWork, keys: Keys) -> None:
     assert all(x.is_contiguous() for x in (q, keys.k, keys.v, o, lse))
     _, S, B, _ = q.shape
     grid, settings = launch_settings(q, work.form)
-    with torch.cuda.device_of(q):
-        launch(
-            attend_earlier_fwd_kernel, grid,
-            q, keys.k, keys.v, keys.seen, work.slopes, o, lse, B, S, keys.k.shape[2], keys.first,
-            scales(q, work.form)[1], **settings,
-        )  # fmt: skip
+    launch(
+        attend_earlier_fwd_kernel, grid,
+        q, keys.k, keys.v, keys.seen, work.slopes, o, lse, B, S, keys.k.shape[2], keys.first,
+        scales(q, work.form)[1], **settings,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["seen", "lse", "B", "S", "L", "first", "b"])
@@ -121,12 +119,11 @@ def attend_tile(work: BackwardWork, keys: Keys) -> None:
     assert all(x.is_contiguous() for x in (*tile, *keys[:2]))
     _, S, B, _ = tile.q.shape
     grid, settings = launch_settings(tile.q, form)
-    with torch.cuda.device_of(tile.q):
-        launch(
-            attend_tile_fwd_kernel, grid,
-            *tile[:5], *keys[:3], work.slopes, tile.o, tile.lse, B, S, keys.k.shape[2], keys.first,
-            form.block_size, scales(tile.q, form)[1], **settings,
-        )  # fmt: skip
+    launch(
+        attend_tile_fwd_kernel, grid,
+        *tile[:5], *keys[:3], work.slopes, tile.o, tile.lse, B, S, keys.k.shape[2], keys.first,
+        form.block_size, scales(tile.q, form)[1], **settings,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["seen", "lse", "delta", "B", "S", "L", "first", "b"])
@@ -236,18 +233,17 @@ def attend_tile_bwd(work: BackwardWork, keys: Keys, dqkv: Tensor) -> None:
     _, S, B, _ = do.shape
     grid, settings = launch_settings(do, form)
     whole, b = settings["BM"] >= S, form.block_size
-    with torch.cuda.device_of(do):
+    launch(
+        attend_tile_bwd_kernel, grid,
+        *tile[:5], *keys[:3], work.slopes, tile.lse, do, delta, dqkv,
+        B, S, keys.k.shape[2], keys.first, b, *scales(do, form), WHOLE=whole, **settings,
+    )  # fmt: skip
+    if not whole:
         launch(
-            attend_tile_bwd_kernel, grid,
-            *tile[:5], *keys[:3], work.slopes, tile.lse, do, delta, dqkv,
-            B, S, keys.k.shape[2], keys.first, b, *scales(do, form), WHOLE=whole, **settings,
+            attend_tile_bwd_kernel_temporary, grid,
+            *tile[:3], work.slopes, tile.lse, do, delta, dqkv, B, S, b, *scales(do, form),
+            **settings,
         )  # fmt: skip
-        if not whole:
-            launch(
-                attend_tile_bwd_kernel_temporary, grid,
-                *tile[:3], work.slopes, tile.lse, do, delta, dqkv, B, S, b, *scales(do, form),
-                **settings,
-            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["lse", "delta", "B", "S", "T", "begin"])
@@ -294,9 +290,8 @@ def pairs_bwd(work: BackwardWork, later: Later) -> None:
     assert all(x.is_contiguous() for x in (k, v, *later[:4], dk, dv))
     _, S, B, _ = k.shape
     grid, settings = launch_settings(k, work.form)
-    with torch.cuda.device_of(k):
-        launch(
-            pairs_bwd_kernel, grid,
-            k, v, *later[:4], work.slopes, dk, dv, B, S, later.q.shape[2], later.begin,
-            *scales(k, work.form), **settings,
-        )  # fmt: skip
+    launch(
+        pairs_bwd_kernel, grid,
+        k, v, *later[:4], work.slopes, dk, dv, B, S, later.q.shape[2], later.begin,
+        *scales(k, work.form), **settings,
+    )  # fmt: skip
