@@ -114,7 +114,9 @@ def test_a_broken_token_of_a_block_leaves_earlier_tokens_and_other_rows_bit_equa
     assert spoilt[0, 6:].isnan().all()
 
 
-def test_strides_do_not_matter():
+@pytest.mark.parametrize("in_kernels", [products.DTYPES, (torch.float32,)])  # also narrow leaves
+def test_strides_do_not_matter(in_kernels, monkeypatch):
+    monkeypatch.setattr(products, "DTYPES", in_kernels)
     inputs, pull, options = problem((2, 2, 2, 2, 16, "layer", 1))
     k, v = torch.randn(2, 2, 2, 4, 2, 16, device=DEVICE)
     past = Past(k, v, torch.tensor([3, 1], device=DEVICE))
