@@ -85,6 +85,16 @@ def test_steps_go_on_in_the_room_that_a_forward_leaves():
         )
 
 
+@torch.no_grad()
+def test_steps_go_on_in_a_cache_of_another_dtype(model):
+    stack, x = model.bfloat16().stack, torch.randn(2, 1, C).bfloat16()
+    state = stack.reserve(stack.init_state(2), 1)
+    wide = tuple(KVCache(k.float(), v.float(), lengths.clone()) for k, v, lengths in state)
+    found = stack.step(x, wide)
+    assert found.dtype == torch.bfloat16
+    assert_close("y", found, stack.step(x, state), rtol=1e-2)
+
+
 def test_blocks_of_tokens_do_not_decode():
     """Their tokens also attend to temporary pairs, which no cache holds."""
     block = RecurrentBlockConfig(head_dim=8, hidden=24, block_size=4).build(C)
