@@ -167,13 +167,21 @@ def test_lora_trains_and_generates_and_is_merged(model):
     assert any(not torch.equal(w, before[name]) for name, w in merged.named_parameters())
 
 
+def adapted_recurrent_layers(**settings):
+    config = replace(PLAIN, mixers=(), stack=RecurrentStackConfig(2, RecurrentBlockConfig(32)))
+    return get_peft_model(MezzoForCausalLM(MezzoConfig(config)), LoraConfig(r=2, **settings))
+
+
+def test_recurrent_layers_run_under_autocast_with_some_parts_adapted():
+    with torch.autocast("cpu", torch.bfloat16):
+        adapted_recurrent_layers(target_modules=["wq"])(torch.arange(9)[None])
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [({"lora_dropout": 0.1}, "lora_dropout must be 0"), ({"lora_bias": True}, "must have no bias")],
 )
 def test_recurrent_layers_refuse_adapters_that_are_no_matrix(settings, words):
-    config = replace(PLAIN, mixers=(), stack=RecurrentStackConfig(2, RecurrentBlockConfig(32)))
-    model = MezzoForCausalLM(MezzoConfig(config))
-    adapted = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", **settings))
+    adapted = adapted_recurrent_layers(target_modules="all-linear", **settings)
     with pytest.raises(TypeError, match=words):
         adapted(torch.arange(9)[None])
