@@ -9,6 +9,7 @@ from mezzo_recurrent_transformer import (
     RecurrentStackConfig,
     TransformerBlockConfig,
 )
+from mezzo_recurrent_transformer.block import RecurrentBlock
 from torch import nn
 from torch.nn.utils import prune
 
@@ -119,11 +120,27 @@ def test_a_part_that_does_more_than_its_weight_is_refused(config, name, change):
         module(torch.ones(1, 3, C))
 
 
-def test_a_layer_of_a_stack_with_a_hook_is_refused():
+class OtherBlock(RecurrentBlock):
+    def forward(self, x, *args, **kwargs):
+        return super().forward(2 * x, *args, **kwargs)
+
+
+@pytest.mark.parametrize("change", [hooked, lambda part: setattr(part, "__class__", OtherBlock)])
+def test_a_layer_of_a_stack_that_does_more_than_its_parts_is_refused(change):
     stack = PARTS["stack"].build(C)
-    hooked(stack.blocks[1])
+    change(stack.blocks[1])
     with pytest.raises(TypeError, match=r"^blocks\[1\] must"):
         stack(torch.ones(1, 3, C))
+
+
+def test_a_stack_is_sharded_and_compiled_as_a_whole_since_it_calls_no_block():
+    stack = PARTS["stack"].build(C)
+    assert [*stack.units()] == [*stack.stages()] == [stack]
+
+
+def test_a_stack_of_no_layers_is_refused_before_it_is_built():
+    with pytest.raises(ValueError, match="num_layers must be 1 or more"):
+        RecurrentStackConfig(0)
 
 
 def test_a_block_may_have_hooks():
