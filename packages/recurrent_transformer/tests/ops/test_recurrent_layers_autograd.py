@@ -5,7 +5,12 @@ from functools import partial
 import pytest
 import torch
 from mezzo_core.testing import assert_close, grads
-from mezzo_recurrent_transformer.ops.recurrent_layers import LayerWeights, eager, recurrent_layers
+from mezzo_recurrent_transformer.ops.recurrent_layers import (
+    LayerWeights,
+    eager,
+    op,
+    recurrent_layers,
+)
 from mezzo_recurrent_transformer.ops.recurrent_layers.backward import Kept, backward
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form
 from mezzo_recurrent_transformer.ops.recurrent_layers.forward import forward
@@ -59,12 +64,12 @@ def test_gradcheck(name, norm):
     )
 
 
-def registered(inputs, options):
-    """The arguments of the registered op."""
+def registered(inputs, options, dtype=torch.float32):
+    """The arguments of the registered op, with products in a dtype."""
     weights = LayerWeights(**{k: v for k, v in inputs.items() if k not in ("x", "k", "v")})
     return (
         inputs["x"],
-        *Matrices.of(weights, inputs["x"].dtype),
+        *Matrices.of(weights, dtype),
         options["alibi_slopes"],
         *(inputs.get("k"), inputs.get("v"), options.get("seen"), options.get("cu_seqlens")),
         *(H, 0.7, options["norm"], options["eps"], True, 1, "eager"),
@@ -90,6 +95,27 @@ def test_opcheck(name, n):
         # AOTAutograd traces it with the forward.
         fakes = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(ops.recurrent_layers_bwd.default, its, test_utils=fakes)
+
+
+@pytest.mark.parametrize("name", ["two tiles", "past"])
+def test_fakes_know_the_dtypes_of_products_in_another_than_the_stream(name):
+    inputs, options, (dz, *_) = problem(CASES[name], 1)
+    ops, arguments = torch.ops.mezzo_recurrent_transformer, registered(inputs, options, torch.half)
+    z, *_ = ops.recurrent_layers(*arguments)
+    its = (dz, None, None, inputs["x"], z, *arguments[1:])
+    for each, given in ((ops.recurrent_layers, arguments), (ops.recurrent_layers_bwd, its)):
+        torch.library.opcheck(each.default, given, test_utils="test_faketensor")
+
+
+@pytest.mark.parametrize("borders", [None, torch.tensor([0, 1, 2])])
+def test_gradients_of_weights_in_16_bits_are_summed_in_float32(borders):
+    inputs, options, (dz,) = problem((1, 2, {}), 1)
+    x = inputs.pop("x").bfloat16()
+    weights = LayerWeights(**{name: w.bfloat16() for name, w in inputs.items()})
+    matrices, form = Matrices.of(weights, torch.bfloat16), Form(H, 0.7, "rms", 1e-5, True, 1)
+    call = Call(matrices, options["alibi_slopes"], None, form, eager)
+    found = op._run_bwd(dz.bfloat16(), None, None, Kept(x, x), call, borders)
+    assert {w.dtype for w in found.weights} == {torch.float32}
 
 
 @pytest.mark.parametrize("name", ["two tiles", "packed", "past", "padded"])
