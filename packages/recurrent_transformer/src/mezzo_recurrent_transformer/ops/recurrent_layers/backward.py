@@ -74,7 +74,7 @@ def backward(dz: Tensor, dpairs: Pairs | None, kept: Kept, call: Call) -> Gradie
     of_all = workspace_for(BackwardBuffers, x[0], S, call)
     pairs, stored = _all_pairs(z, of_all, call.past, tiling)
     queries = _room_for_queries(pairs, of_all)
-    dx = torch.empty_like(dz, dtype=acc)
+    dx = torch.empty_like(dz)
     sums = call.weights.map(lambda w: w.new_zeros(w.shape, dtype=acc))
     for tile in reversed(list(tiling)):
         work = of_all.of_layers(tile.first, tile.end)
