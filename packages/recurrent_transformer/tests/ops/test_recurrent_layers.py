@@ -411,6 +411,14 @@ def test_autocast_computes_products_in_bfloat16_and_gives_gradients_in_float32()
     assert torch.equal(found["dx"], low["dx"])
 
 
+@pytest.mark.parametrize("impl", ["reference", "eager"])
+def test_products_in_16_bits_leave_the_residual_stream_as_it_is(impl):
+    inputs, options, _ = problem(CASES["one token"], dtype=torch.bfloat16)
+    x = inputs.pop("x").float() + 1e-5
+    z, *_ = layers(impl, **options | {"residual_scale": 0.0})(x, **inputs)
+    assert torch.equal(z, x)
+
+
 def test_autocast_leaves_float64_as_it_is():
     inputs, options, pull = problem(CASES["two tiles and one"])
     wanted = run("eager", inputs, options, pull)
