@@ -152,6 +152,16 @@ def test_torch_func_gives_the_same_gradients(case):
         assert_close(name, value, wanted[name], rtol=1e-6)
 
 
+def test_gradients_of_each_row_may_be_taken_by_vmap():
+    inputs, options, _ = problem(CASES["one tile"])
+    x, call = inputs.pop("x"), layers(**options)
+    slopes = torch.func.grad(lambda weights, row: loss(call(row[None], **weights)))
+    found = torch.vmap(slopes, (None, 0))(inputs, x)
+    for i, row in enumerate(x):
+        for name, value in slopes(inputs, row).items():
+            assert_close(name, found[name][i], value, rtol=1e-6)
+
+
 def test_a_second_gradient_is_refused_rather_than_zero():
     inputs, options, _ = problem(CASES["one tile"])
     call = layers(**options)
