@@ -95,11 +95,11 @@ def run_script(
     replayed: bool = False,
     tokens: int = 0,
 ) -> int:
-    """Run a script's function on what the command line selects of all its models.
+    """Run a script's function on what the command line selects.
 
-    The first line of the script's docstring is shown by --help. A script that `trains` has options
-    of text, a `parallel` one of seeds and jobs; models that may be `replayed` are so small that
-    their steps can be CUDA graphs. Of `tokens` there are so many millions if not said otherwise.
+    --help shows the first line of the script's docstring. A script that `trains` has options of
+    text, a `parallel` one of seeds and jobs, one with `tokens` that of the millions of tokens of a
+    training. Models that may be `replayed` are so small that their steps can be CUDA graphs.
 
     Returns:
         The exit code: 0, 2 after a mistake that the user can mend, 130, 143 or 129 where Ctrl-C,
