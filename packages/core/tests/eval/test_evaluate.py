@@ -85,7 +85,7 @@ def test_packed_documents_have_no_segments(model):
         torch.ones(1, 8, dtype=torch.int64),
         torch.tensor([0, 3, 8]),
     )
-    with pytest.raises(ValueError, match="these documents are packed"):
+    with pytest.raises(ValueError, match="None where documents are packed"):
         evaluate(model, [batch], segment_tokens=4)
 
 

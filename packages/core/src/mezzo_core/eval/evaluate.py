@@ -107,7 +107,7 @@ def _split(batch: Batch, segment_tokens: int | None) -> Iterator[Batch]:
     """
     if batch.cu_seqlens is not None:
         if segment_tokens is not None:
-            raise ValueError("segment_tokens is for rows, and these documents are packed")
+            raise ValueError("segment_tokens must be None where documents are packed")
         yield batch
         return
     is_target = batch.targets != NO_TARGET
