@@ -61,6 +61,8 @@ def test_every_format_gives_the_same_documents(tmp_path):
     (folder / "notes.md").write_text("no")
     assert texts(folder) == [*documents, "fourth"]
     assert texts(folder / "[01].txt") == documents[:2]
+    (tmp_path / "one.json").write_text(json.dumps({"text": documents[0]}, indent=1))
+    assert texts(tmp_path / "one.json") == documents[:1]
 
 
 def test_parquet_gives_its_rows(tmp_path):

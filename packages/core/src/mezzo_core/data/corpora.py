@@ -86,10 +86,10 @@ def open_corpus(source: str, text_column: str, *, skip_bad: bool = False) -> Cor
 
     Args:
         source: "embedded"; or a file, a folder or a glob of .txt files (one document a file),
-            .jsonl files (one document a line), .json files (an array of documents, or lines), .csv
-            files with a header, or .parquet files (one document a row), all but the last also with
-            .xz, .gz or .zst; or "hub:OWNER/NAME" or "hub:OWNER/NAME:CONFIG", the split "train" of a
-            data set of the Hugging Face hub.
+            .jsonl files (one document a line), .json files (an array of documents, one document, or
+            lines), .csv files with a header, or .parquet files (one document a row), all but the
+            last also with .xz, .gz or .zst; or "hub:OWNER/NAME" or "hub:OWNER/NAME:CONFIG", the
+            split "train" of a data set of the Hugging Face hub.
         text_column: the field that holds the text, in all but .txt files.
         skip_bad: leave out records without text, and say in the log how many.
 
@@ -228,10 +228,15 @@ def _text_of_line(line: str, where: str, text_column: str) -> str:
 
 def _read_json(file: Any, path: Path, records: Records) -> Iterator[Piece]:
     content = file.read()
-    if not content.lstrip().startswith("["):
-        yield from _read_jsonl(io.StringIO(content), path, records)
-        return
-    for number, record in enumerate(parse_record(content, str(path)), start=1):
+    if content.lstrip().startswith("["):
+        every = parse_record(content, str(path))
+    else:
+        try:
+            every = [parse_json(content)]
+        except ValueError:  # several records, one a line
+            yield from _read_jsonl(io.StringIO(content), path, records)
+            return
+    for number, record in enumerate(every, start=1):
         yield from records.pieces(partial(text_of, record, f"{path}, record {number}"))
 
 
