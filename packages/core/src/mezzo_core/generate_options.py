@@ -20,6 +20,7 @@ class GenerateOptions:
         temperature: 0 takes the likeliest token.
         top_k: only the k likeliest tokens.
         top_p: only the fewest tokens whose probabilities sum to p.
+        min_p: only tokens at least p times as likely as the likeliest.
         seed: seed of the sampling.
         prefill_tokens: prompt tokens at a time, for bounded memory.
         num_samples: continuations of each prompt.
@@ -32,6 +33,7 @@ class GenerateOptions:
     temperature: float = 0.8
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
     seed: int = 0
     prefill_tokens: int | None = None
     num_samples: int = 1

@@ -143,7 +143,7 @@ def test_generation_stops_at_its_strings_in_every_row(lm):
     )
     assert drawn == same != hot
     sampling = {"do_sample": True, "temperature": 9.0, "max_gen_toks": 7, "until": []}
-    for few in ({"top_k": 1}, {"top_p": 1e-6}):
+    for few in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
         assert model.generate_until(asked("generate_until", ("river", sampling | few))) == found[4:]
     short = MezzoEvalLM(lm, load_tokenizer("byte"), max_length=12)
     longer = ("many words and then river", {"until": [], "max_gen_toks": 7})

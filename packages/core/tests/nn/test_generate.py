@@ -187,6 +187,24 @@ def test_top_p_draws_no_more_tokens_than_hold_p_exactly(top_p):
     assert_drawn_from(found, expected / expected.sum())
 
 
+@pytest.mark.parametrize(
+    ("limits", "kept"),
+    [
+        ({"min_p": 0.75}, [1, 3]),  # of as much as 0.3 in 0.4, but for rounding
+        ({"min_p": 0.26}, [1, 2, 3]),
+        ({"min_p": 0.5, "top_k": 2}, [1, 3]),
+        ({"min_p": 0.5, "top_p": 0.8}, [1, 2, 3]),  # 0.7 of all is too little for top_p
+        ({"min_p": 0.6, "top_p": 0.8}, [1, 3]),
+    ],
+)
+def test_min_p_draws_from_tokens_that_are_likely_beside_the_likeliest(limits, kept):
+    probs = torch.tensor([0.1, 0.4, 0.2, 0.3])
+    expected = torch.zeros(4, dtype=torch.float64)
+    expected[kept] = probs[kept].double()
+    found = frequencies(Sampler(1.0, **limits), probs.log())
+    assert_drawn_from(found, expected / expected.sum())
+
+
 def test_with_top_k_and_top_p_both_hold():
     probs = torch.tensor([0.1, 0.4, 0.2, 0.3])
     # Of the three that top_k leaves, the first two hold 7/9 of the mass.
@@ -292,6 +310,7 @@ def test_steps_keep_no_graph_and_between_them_gradients_are_on(model):
         ({"top_k": 0}, "top_k"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
+        ({"min_p": 0.0}, "min_p"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"stop_tokens": [37]}, "stop_tokens"),
         ({"stop_tokens": torch.tensor([3])}, "stop_tokens"),

@@ -31,7 +31,7 @@ _MAX_NEW_TOKENS = 256
 """New tokens in a task that sets no limit: lm-eval's own default."""
 _RESAMPLES = 1000
 """Bootstrap samples, for the error of a measure that is no mean, such as perplexity."""
-_SAMPLING = {"until", "do_sample", "max_gen_toks", "temperature", "top_k", "top_p"}
+_SAMPLING = {"until", "do_sample", "max_gen_toks", "temperature", "top_k", "top_p", "min_p"}
 Item = TypeVar("Item")
 Tokens = tuple[int, ...]
 
@@ -226,6 +226,7 @@ class MezzoEvalLM(TemplateLM):
             temperature=asked.get("temperature", 1.0) if asked["do_sample"] else 0.0,
             top_k=asked.get("top_k"),
             top_p=asked.get("top_p"),
+            min_p=asked.get("min_p"),
             stop_tokens=[t for t in self.tokens.stop_tokens if t < self.lm.vocab_size],
             seed=0,
         )

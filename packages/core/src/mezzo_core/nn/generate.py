@@ -44,6 +44,7 @@ def generate(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
     stop_tokens: Collection[int] = (),
     seed: int | Sequence[int] | None = None,
     prefill_tokens: int | None = None,
@@ -71,6 +72,8 @@ def generate(
         top_p: sample among the fewest tokens whose probabilities sum to p or more (Holtzman et
             al., "The Curious Case of Neural Text Degeneration", 2020). A sum may miss p by a
             millionth of it: float32 is no more exact. With `top_k`, both apply.
+        min_p: sample among the tokens that are at least p times as likely as the likeliest (Nguyen
+            et al., "Turning Up the Heat: Min-p Sampling", 2025).
         stop_tokens: a prompt stops at the first of these tokens, which is not returned.
         seed: makes sampling repeatable; None draws from torch's global generator. With a seed for
             each row, what a row draws does not depend on the others.
@@ -115,6 +118,7 @@ def stream(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
     stop_tokens: Collection[int] = (),
     seed: int | Sequence[int] | None = None,
     prefill_tokens: int | None = None,
@@ -135,7 +139,7 @@ def stream(
     not at the first step. The model stays in evaluation mode until all its streams have ended or
     are closed; then its earlier mode is restored.
     """
-    sampler = Sampler(temperature, top_k, top_p)
+    sampler = Sampler(temperature, top_k, top_p, min_p)
     check_whole(model)
     check_prompts(prompts, model.vocab_size)
     check_count("max_new_tokens", max_new_tokens)

@@ -1,5 +1,6 @@
 """How the next tokens are chosen from logits."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ class Sampler:
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -32,8 +34,10 @@ class Sampler:
             raise ValueError(f"temperature must be 0 or positive, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k must be at least 1, got {self.top_k}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        for name in ("top_p", "min_p"):
+            p = getattr(self, name)
+            if p is not None and not 0 < p <= 1:
+                raise ValueError(f"{name} must be above 0 and at most 1, got {p}")
 
     def __call__(self, logits: Tensor, noise: Noise = None) -> Tensor:
         """Sample one token for each row, (B, vocab) to (B,) int64; NO_TOKEN if a logit is NaN."""
@@ -45,8 +49,9 @@ class Sampler:
     def _draw(self, logits: Tensor, largest: Tensor, noise: Noise) -> Tensor:
         # Subtracting the largest logit first keeps the division from overflowing.
         logits = (logits.float() - largest.float()) / self.temperature
+        least = float("-inf") if self.min_p is None else math.log(self.min_p) - 1e-6
         if self.top_k is None and self.top_p is None:
-            return _sample(logits.softmax(-1), noise)
+            return _sample(logits.masked_fill(logits < least, float("-inf")).softmax(-1), noise)
         # With a stable sort, top_k prefers the first of equal logits, as argmax does.
         logits, tokens = logits.sort(dim=-1, descending=True, stable=True)
         if self.top_k is not None:
@@ -55,7 +60,7 @@ class Sampler:
         if self.top_p is not None and self.top_p < 1:
             before = probs.cumsum(-1) - probs
             probs = probs.masked_fill(before >= self.top_p * (1 - 1e-6), 0)
-        rank = _sample(probs, noise)
+        rank = _sample(probs.masked_fill(logits < least, 0), noise)
         return tokens.gather(-1, rank[:, None])[:, 0]
 
 
