@@ -249,7 +249,8 @@ def _add_eval(app: typer.Typer) -> None:
                 tasks, longbench, task_folder, num_fewshot, limit, batch_size, seq_len,
                 segment_tokens,
             )  # fmt: skip
-            found = {"run": str(run), **measure_tasks(model, kept, asked)}
+            with values_of_the_user():  # some models cannot decode
+                found = {"run": str(run), **measure_tasks(model, kept, asked)}
             Console().print_json(json.dumps(found, allow_nan=False), ensure_ascii=True)
             return
         how: dict[str, Any] = {"text_column": text_column, "skip_bad": skip_bad, "whole": whole}

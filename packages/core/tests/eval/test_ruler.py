@@ -7,6 +7,7 @@ from collections import Counter
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -196,6 +197,9 @@ def test_the_command_measures_the_tasks_by_their_names(model, tmp_path, run_comm
         )
         command("--tasks", "ruler_fwe", "--batch-size", 3, "--segment-tokens", 64)
     assert told == {"batch_size": 3, "segment_tokens": 64}
+    with monkeypatch.context() as patch:  # as a model that keeps no state does
+        patch.setattr("mezzo_core.eval.ruler.measure.generate", Mock(side_effect=ValueError("no")))
+        assert command("--tasks", "ruler_fwe", *sizes) == (2, "", "asking ruler_fwe\nerror: no\n")
     for words, told in (
         (("--tasks", "ruler_fwe", "--all"), "--all goes without --tasks and --longbench"),
         (("--tasks", "ruler_fwe", "--data", "x"), "--data goes without --tasks and --longbench"),
