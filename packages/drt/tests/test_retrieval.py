@@ -47,28 +47,17 @@ def test_the_best_chunks_are_chosen_and_weighed(tiles, monkeypatch):
 
 
 @pytest.mark.parametrize("tile", [100, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_of_chunks_with_equal_keys_the_earliest_are_chosen(tile, dtype, monkeypatch):
-    """A matrix product rounds equal columns differently, and `topk` orders them by the rounding."""
+def test_of_equal_random_numbers_the_earliest_are_taken(tile, monkeypatch):
+    """`topk` takes any of them, others in another segmentation."""
+    numbers = torch.randint(4, (1, 500, 7), generator=torch.Generator().manual_seed(0)).float()
     monkeypatch.setattr(retrieval, "TILE_KEYS", tile)
-    draws = torch.Generator().manual_seed(0)
-    keys = torch.randn(2, 40, generator=draws)[torch.arange(50) % 2][None].to(dtype)
-    queries = torch.randn(1, 50, 40, generator=draws, dtype=dtype)
-    hi = torch.arange(50)[None]
-    found = retrieve(queries, keys, hi * 0, hi, R, noise=False, ties=True).indices
-    better = (queries[0] @ keys[0, :2].T).argmax(-1)
-    for n in range(2 * R, 50):
-        assert found[0, n].tolist() == [int(better[n]) + 2 * r for r in range(R)]
-
-
-def test_sums_that_differ_by_their_order_alone_are_equal():
-    draws = torch.Generator().manual_seed(0)
-    key = torch.randn(999, generator=draws)
-    keys = torch.stack([key[torch.randperm(999, generator=draws)] for _ in range(20)])[None]
-    lo, hi = (torch.full((1, 1), x) for x in (0, 20))
-    queries = torch.full((1, 1, 999), 1 / 3)  # whose products are too long for exact sums
-    found = retrieve(queries, keys, lo, hi, R, noise=False, ties=True).indices
-    assert found.flatten().tolist() == list(range(R))
+    monkeypatch.setattr(retrieval, "_random_numbers", lambda n, j, group: numbers[..., j[0, 0]])
+    wanted = numbers.sort(dim=-1, descending=True, stable=True).indices
+    chunks = torch.zeros(1, 500, C), torch.zeros(1, 7, C)
+    lo, hi = (torch.full((1, 500), x) for x in (0, 7))
+    for count in range(1, 8):
+        found = retrieve(*chunks, lo, hi, count, noise=False, random_group=0).indices
+        assert torch.equal(found, wanted[..., :count])
 
 
 def test_scores_of_low_precision_are_those_of_float32():

@@ -48,5 +48,4 @@ class Queries(nn.ModuleList):
             own if self.is_fixed else self[group](h), keys, lo, hi, self.num_retrieved,
             noise=self.gumbel_noise and self.training,
             random_group=group if self.is_random else None,
-            ties=self.is_random,
         )  # fmt: skip

@@ -36,7 +36,6 @@ def retrieve(
     *,
     noise: bool,
     random_group: int | None = None,
-    ties: bool = False,
 ) -> Reads:
     """Choose the chunks j with the R largest scores r, and weigh them by the softmax of r.
 
@@ -55,13 +54,12 @@ def retrieve(
             replacement, with probabilities proportional to exp(r). The weights do not change.
         random_group: if given, ignore r when choosing: with `noise` choose at random, else by fixed
             pseudo-random numbers, different for each group. The numbers depend only on how many
-            chunks may be read, so they are the same in any segmentation of a sequence.
-        ties: whether equal keys are likely. Equal keys then get equal scores in any segmentation,
-            and of equal scores the earliest chunk is taken. This takes longer.
+            chunks may be read, so they are the same in any segmentation of a sequence; of equal
+            numbers the earliest chunk is taken.
     """
     lo, hi = (x.expand(queries.shape[0], -1) for x in (lo, hi))
     with torch.no_grad():
-        indices = _choose(queries, keys, lo, hi, num_retrieved, noise, random_group, ties)
+        indices = _choose(queries, keys, lo, hi, num_retrieved, noise, random_group)
     return Reads(indices, _weigh(queries, keys, indices))
 
 
@@ -82,12 +80,11 @@ def _choose(
     num_retrieved: int,
     noise: bool,
     random_group: int | None,
-    ties: bool,
 ) -> Tensor:
     """Return (B, N, R), the chosen chunks, -1 where there are fewer; computed tile by tile."""
     (B, N), S, R = queries.shape[:2], keys.shape[1], num_retrieved
     rows = max(1, TILE_SCORES // max(1, B * min(S, TILE_KEYS)))
-    largest = _earliest_largest if ties else torch.topk
+    largest = torch.topk if random_group is None else _earliest_largest
     found = []
     # torch.compile unrolls the loop. Counting tiles, not rows, makes it one graph per tile count.
     for i in range(ceil_div(N, rows)):
@@ -100,7 +97,7 @@ def _choose(
             tile = keys[:, b : b + TILE_KEYS]
             chunk = torch.arange(b, b + tile.shape[1], device=q.device)
             if random_group is None:
-                scores = _products(q, tile, exact=ties)
+                scores = _products(q, tile)
             elif noise:
                 scores = q.new_zeros(B, q.shape[1], tile.shape[1], dtype=dtype)
             else:
@@ -116,15 +113,11 @@ def _choose(
     return torch.cat(found, 1) if found else lo.new_empty(B, 0, R)
 
 
-def _products(q: Tensor, keys: Tensor, exact: bool) -> Tensor:
-    """Return (B, N, S) scores in float32, because in bf16 the best of many chunks would tie.
-
-    If `exact`, they are rounded from float64, so they do not depend on the order of the sums.
-    """
-    dtype = torch.float64 if exact else accumulation_dtype(q.dtype)
+def _products(q: Tensor, keys: Tensor) -> Tensor:
+    """Return (B, N, S) scores in float32, because in bf16 the best of many chunks would tie."""
+    dtype = accumulation_dtype(q.dtype)
     with without_autocast(q.device):
-        scores = q.to(dtype) @ keys.to(dtype).transpose(1, 2) * q.shape[-1] ** -0.5
-    return scores.float() if exact else scores
+        return q.to(dtype) @ keys.to(dtype).transpose(1, 2) * q.shape[-1] ** -0.5
 
 
 def _earliest_largest(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -133,7 +126,7 @@ def _earliest_largest(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     least = x.topk(count, -1).values[..., -1:]
     early = torch.arange(S, 0, -1, device=x.device)
     order = torch.where(x > least, S, 0) + torch.where(x >= least, early, 0)
-    place = order.topk(count, -1).indices.sort(-1).values
+    place = order.topk(count, -1).indices
     values, by_value = x.gather(-1, place).sort(dim=-1, descending=True, stable=True)
     return values, place.gather(-1, by_value)
 
