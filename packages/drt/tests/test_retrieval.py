@@ -29,12 +29,21 @@ def by_loops(queries, keys, lo, hi):
     return found
 
 
-@pytest.mark.parametrize("tiles", [(100, 2**20), (2, 2**20), (4, 1)])
+@pytest.mark.parametrize("tiles", [(100, 2**20), (2, 2**20), (4, 1), (4, 20)])
 def test_the_best_chunks_are_chosen_and_weighed(tiles, monkeypatch):
     monkeypatch.setattr(retrieval, "TILE_KEYS", tiles[0])
     monkeypatch.setattr(retrieval, "TILE_SCORES", tiles[1])
+    products, sizes = retrieval._products, []
+
+    def scored(*args):
+        scores = products(*args)
+        sizes.append(scores.numel())
+        return scores
+
+    monkeypatch.setattr(retrieval, "_products", scored)
     queries, keys, lo, hi = inputs()
     reads = retrieve(queries, keys, lo, hi, R, noise=False)
+    assert max(sizes) <= max(B * tiles[0], tiles[1])
     expected = by_loops(queries, keys, lo, hi)
     assert [len(row) for row in expected[:N]] == [2, 3, 3, 3, 3, 3, 0]
     for indices, weights, row in zip(
@@ -103,6 +112,8 @@ def test_gradients_are_those_of_the_weights_and_finite_where_nothing_is_read():
     weights = retrieve(queries, keys, lo, lo, R, noise=False).weights
     (dq,) = torch.autograd.grad(weights.sum(), queries)
     assert torch.equal(dq, torch.zeros_like(dq))
+    with torch.autograd.set_detect_anomaly(True):  # which refuses NaNs, also where masks hide them
+        torch.autograd.grad(retrieve(queries, keys, lo, hi, R, noise=False).weights.sum(), queries)
 
 
 def test_noise_draws_a_chunk_by_the_softmax_of_the_scores():
