@@ -236,7 +236,9 @@ def test_random_and_fixed_retrievers_are_trained_by_their_own_rules():
     assert fixed.encoder.wl is None
     assert len(fixed.queries) == 0
     random = build(replace(CONFIG, retriever="random"))
-    random(x)[0].square().sum().backward()
+    y, state = random(x, random.init_state(1))
+    assert not torch.equal(*state.indices[0]), "each group chooses other chunks"
+    y.square().sum().backward()
     assert (random.encoder.wl.weight.grad != 0).any()
 
 
@@ -288,6 +290,20 @@ def test_steps_beyond_the_room_are_refused():
             stack.step(torch.randn(1, 1, C), state)
         with pytest.raises(ValueError, match="room for 2 chunks"):
             stack.before_step(state)
+
+
+def test_a_row_without_room_keeps_its_chunks_when_another_row_stores_one():
+    stack = build(CONFIG, torch.float32)
+    x, lengths = torch.randn(2, 2 * L, C), torch.tensor([2 * L, L + 1])
+    with torch.no_grad():
+        _, state = stack(x, stack.init_state(2), lengths=lengths)
+        state = stack.reserve(state, L - 1)
+        kept = [part[0].clone() for part in state.memory]
+        for t in range(L - 1):
+            stack.before_step(state)
+            stack.step(x[:, t : t + 1], state)
+        stack.before_step(state)
+    assert all(map(torch.equal, kept, (part[0] for part in state.memory)))
 
 
 @pytest.mark.parametrize("d_model", [0, -C, "12"])
