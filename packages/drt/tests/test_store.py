@@ -244,6 +244,8 @@ def test_folders_that_cannot_be_used_are_refused(stack, tmp_path):
     for bad in (tmp_path / "missing", "nul\0", "x" * 300, "", Path(__file__)):
         with pytest.raises(UserError, match="is no folder"):
             stack.offload_to(bad)
+    with pytest.raises(UserError, match="/proc cannot take"):
+        stack.offload_to("/proc")
     for bad in (3, True, b"bytes", [tmp_path], object()):
         with pytest.raises(TypeError, match="folder must be a path or None, got"):
             stack.offload_to(bad)
