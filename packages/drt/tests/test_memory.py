@@ -191,6 +191,7 @@ def test_reserve_takes_room_that_is_there_and_leaves_the_state_as_it_was(stack):
     assert places(state) == places(given)
     again = stack.reserve(given, 7 * L)
     assert places(again) != places(given), "the room has been given away"
+    assert places(stack.reserve(state, L)) != places(state), "so has that for its own steps"
     for t in range(9 * L, 16 * L):
         for mine, token in ((state, x[:, t : t + 1]), (again, torch.randn(2, 1, C))):
             stack.before_step(mine)
@@ -221,12 +222,13 @@ def test_gradients_flow_through_the_memory_of_segments(stack):
 
 
 @pytest.mark.parametrize("num_tokens", [0, 5])
-def test_gradients_flow_through_reserve(stack, num_tokens):
+def test_gradients_flow_through_reserve_and_select(stack, num_tokens):
     with torch.enable_grad():
         x = torch.randn(2, 9 * L, C, requires_grad=True)
         dy = torch.randn(2, 3 * L, C)
         _, state = run(stack, x[:, : 6 * L], 7)
-        y, _ = stack(x[:, 6 * L :], stack.reserve(state, num_tokens))
+        state = stack.select(stack.reserve(state, num_tokens), [0, 1])
+        y, _ = stack(x[:, 6 * L :], state)
         (found,) = torch.autograd.grad(y, x, dy)
         (wanted,) = torch.autograd.grad(stack(x)[0][:, 6 * L :], x, dy)
     assert_close("dx", found, wanted, rtol=1e-5)
