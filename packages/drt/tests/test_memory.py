@@ -9,7 +9,7 @@ from mezzo_core.testing.numerics import assert_close
 from mezzo_drt import DRTConfig, layer
 from mezzo_drt.memory import store
 from mezzo_drt.memory.store import room_of
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 
 C, L = 12, 4
 CONFIG = DRTConfig(
@@ -73,6 +73,7 @@ def test_chunks_of_a_wider_dtype_are_not_rounded(stack):
     assert room_of(state.memory).capacity > 5
     _, after = stack(x[:, 5 * L :], state)
     assert after.memory.k.dtype == torch.float32
+    assert stack.bfloat16().init_state(1).weights.dtype == torch.float32
 
 
 def test_branches_of_one_state_do_not_meet(stack):
@@ -268,6 +269,13 @@ def test_a_state_whose_parts_do_not_belong_together_is_refused_and_left_alone(st
     # Unwritten room may hold any bits, even those of NaN.
     for old, now in zip(kept, tree_leaves(bad), strict=True):
         torch.testing.assert_close(now, old, rtol=0, atol=0, equal_nan=True)
+
+
+def test_steps_overwrite_all_but_the_memory_of_chunks(stack):
+    state = stack.init_state(1)
+    told = tree_unflatten(stack.overwritten(), tree_structure(state))
+    assert not any(told.memory)
+    assert all(tree_leaves(told._replace(memory=())))
 
 
 def test_the_work_before_a_step_names_a_state_of_another_kind(stack):

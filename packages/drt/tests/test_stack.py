@@ -292,8 +292,9 @@ def test_steps_beyond_the_room_are_refused():
             stack.before_step(state)
 
 
-def test_a_row_without_room_keeps_its_chunks_when_another_row_stores_one():
-    stack = build(CONFIG, torch.float32)
+@pytest.mark.parametrize("window", [W, 100])
+def test_a_row_without_room_keeps_its_chunks_when_another_row_stores_one(window):
+    stack = build(replace(CONFIG, window_size=window), torch.float32)
     x, lengths = torch.randn(2, 2 * L, C), torch.tensor([2 * L, L + 1])
     with torch.no_grad():
         _, state = stack(x, stack.init_state(2), lengths=lengths)
