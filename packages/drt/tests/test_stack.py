@@ -270,6 +270,8 @@ def test_rows_with_landmarks_to_come_go_on_by_forward():
         stack.before_step(state)
         stack.step(x[rows, lengths][:, None], state)
         assert (state.num_places() % (L + 1)).tolist() == [L, L - 1]
+        with pytest.raises(ValueError, match="call before_step first"):
+            stack.step(x[:, :1], state)
         rest = torch.stack([x[b, n + 1 : n + 1 + L + 2] for b, n in enumerate(lengths)])
         y, _ = stack(rest, state)
         for b, n in enumerate(lengths + 1):
