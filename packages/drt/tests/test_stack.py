@@ -192,6 +192,9 @@ def test_units_that_are_computed_twice_have_the_same_gradients(reentrant):
         stack(inputs)[0].square().sum().backward()
         return [inputs.grad, *(weight.grad for weight in stack.parameters())]
 
+    inside = {weight for unit in stack.units() for weight in unit.parameters()}
+    outside = {name for name, weight in stack.named_parameters() if weight not in inside}
+    assert {name.split(".")[0] for name in outside} == {"landmark", "queries"}
     wanted = gradients()
     for unit in stack.units():
         unit.forward = partial(again, unit.forward)
@@ -313,6 +316,11 @@ def test_a_row_without_room_keeps_its_chunks_when_another_row_stores_one(window)
 def test_a_width_that_is_none_is_refused(d_model):
     with pytest.raises((ValueError, TypeError), match="DRT: d_model must be"):
         CONFIG.build(d_model)
+
+
+def test_groups_must_divide_the_upper_half():
+    with pytest.raises(ValueError, match="num_groups must divide its half, got 12 and 4"):
+        DRTConfig(num_layers=12, num_groups=4)
 
 
 def test_the_window_caches_never_exceed_the_window():
