@@ -49,19 +49,22 @@ class Sampler:
     def _draw(self, logits: Tensor, largest: Tensor, noise: Noise) -> Tensor:
         # Subtracting the largest logit first keeps the division from overflowing.
         logits = (logits.float() - largest.float()) / self.temperature
-        least = float("-inf") if self.min_p is None else math.log(self.min_p) - 1e-6
+        tokens = None
         if self.top_k is None and self.top_p is None:
-            return _sample(logits.masked_fill(logits < least, float("-inf")).softmax(-1), noise)
-        # With a stable sort, top_k prefers the first of equal logits, as argmax does.
-        logits, tokens = logits.sort(dim=-1, descending=True, stable=True)
-        if self.top_k is not None:
-            logits[:, min(self.top_k, logits.shape[1]) :] = float("-inf")
-        probs = logits.softmax(-1)
-        if self.top_p is not None and self.top_p < 1:
-            before = probs.cumsum(-1) - probs
-            probs = probs.masked_fill(before >= self.top_p * (1 - 1e-6), 0)
-        rank = _sample(probs.masked_fill(logits < least, 0), noise)
-        return tokens.gather(-1, rank[:, None])[:, 0]
+            probs = logits.softmax(-1)
+        else:
+            # With a stable sort, top_k prefers the first of equal logits, as argmax does.
+            logits, tokens = logits.sort(dim=-1, descending=True, stable=True)
+            if self.top_k is not None:
+                logits[:, min(self.top_k, logits.shape[1]) :] = float("-inf")
+            probs = logits.softmax(-1)
+            if self.top_p is not None and self.top_p < 1:
+                before = probs.cumsum(-1) - probs
+                probs = probs.masked_fill(before >= self.top_p * (1 - 1e-6), 0)
+        if self.min_p is not None:
+            probs = probs.masked_fill(logits < math.log(self.min_p) - 1e-6, 0)
+        chosen = _sample(probs, noise)
+        return chosen if tokens is None else tokens.gather(-1, chosen[:, None])[:, 0]
 
 
 class LogitRules:
@@ -126,7 +129,7 @@ def draw_(waits: Tensor, generator: Generators) -> Tensor:
 
 
 def _sample(probs: Tensor, noise: Noise) -> Tensor:
-    """Sample one index for each row, (B, n) to (B,), with the given probabilities.
+    """Sample one index for each row, (B, n) to (B,), by probabilities of any sum.
 
     Of n exponential variables with rates p_i, the i-th is the smallest with probability p_i.
     `torch.multinomial` uses this too, but it waits for the GPU, which a CUDA graph cannot do.
