@@ -91,14 +91,14 @@ def measured(name: str, criterion: Criterion, view: View | None = None, **said: 
 
 
 def timed(
-    committed: str, name: str, criterion: Criterion, view: View | None = None, **said: str
+    prefix: str, name: str, criterion: Criterion, view: View | None = None, **said: str
 ) -> list[Evidence]:
-    """Answer from a speed of this run, and from the one whose file is `committed` and the name.
+    """Answer from a speed of this run, and from the committed file `prefix` + `name`.
 
     Measured at the paper's sizes, this run's decides. Smaller ones are only shown beside it.
     """
-    file = f"{committed}{name}"
-    return [measured(name, criterion, view, **said), result(file, criterion, view, **said)]
+    committed = result(f"{prefix}{name}", criterion, view, **said)
+    return [measured(name, criterion, view, **said), committed]
 
 
 def trained(criterion: Criterion, *models: str, by_length: bool = False, **said: str) -> Evidence:
