@@ -38,9 +38,9 @@ What recall windows and slots bring (written after recall_200m's rows of attenti
 before those of the hybrid and GSA): the hybrid lacks none below 1,024 tokens, its windows, and
 lacks some beyond; GSA, whose state has a fixed size, lacks it at every distance from 16 on.
 
-recall_200m_again.json is the same command once more, into another folder. RAT repeats to the bit.
-Attention on cuDNN does not, and differed by 6% in perplexity: after 130 million tokens its losses
-fall steeply. So one seed tells no smaller difference from attention at this point.
+recall_200m_again.json is the same command once more, into another folder. RAT repeats in every
+digit. Attention by PyTorch's fused kernel does not, and differed by 6% in perplexity: after 130
+million tokens its losses fall steeply. So one seed tells no smaller difference from attention here.
 """
 
 import sys
