@@ -2,11 +2,13 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from mezzo_core.errors import UserError
 from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.graphs import Graphs
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.train.build import build_model
 from mezzo_core.train.config import OptimConfig
@@ -107,6 +109,28 @@ def test_a_graph_reads_its_arguments_and_draws_anew():
         assert doubled.tolist() == [3 * i] * 2
     assert len(seen) == WARM_UPS + 1, "then the graph is replayed"
     assert len({tuple(each.tolist()) for each in drawn}) == 6
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [Graphs, Replayed])
+def test_a_busy_gpu_changes_no_random_number(kind, monkeypatch):
+    """A capture resets the generator on its own stream, here half a second late."""
+    begin = torch.cuda.CUDAGraph.capture_begin
+
+    def late(graph, *args, **kwargs):
+        torch.cuda._sleep(10**9)
+        begin(graph, *args, **kwargs)
+
+    def work(x):
+        return (x + torch.rand(3, device=CUDA),)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", late)
+    call = Replayed(work, CUDA) if kind is Replayed else partial(Graphs(CUDA).run, work)
+    x, numbers = torch.zeros(3, device=CUDA), range(WARM_UPS + 3)
+    torch.manual_seed(0)
+    drawn = [call(x)[0].tolist() for _ in numbers]
+    torch.manual_seed(0)
+    assert drawn == [torch.rand(3, device=CUDA).tolist() for _ in numbers]
 
 
 @pytest.mark.gpu

@@ -60,7 +60,8 @@ def check_segments(
             assert_close(f"segments {lengths}", _run(module, x, lengths), full, rtol=rtol)
         assert_close("step by step", _run(module, x, [1] * num_tokens), full, rtol=rtol)
         half, begun = (num_tokens + 1) // 2, module.init_state(batch)
-        last, state = module.prefill(x[:, : half + 2], begun, lengths=torch.full((batch,), half))
+        read = torch.full((batch,), half, device=x.device)
+        last, state = module.prefill(x[:, : half + 2], begun, lengths=read)
         found = torch.cat([last, module(x[:, half:], state)[0]], 1)
         assert_close("from a prefill on", found, full[:, half - 1 :], rtol=rtol)
 

@@ -69,7 +69,9 @@ def check_gradients(module: AbstractSequenceModule) -> None:
         for way, theirs in zip(("torch.func", "two segments"), others, strict=True):
             assert_close(f"d{name} by {way}", theirs, ours, rtol=1e-9, atol=1e-12)
     draw = torch.Generator().manual_seed(0)
-    towards = [torch.randn(v.shape, generator=draw, dtype=v.dtype) for v in given.values()]
+    towards = [
+        torch.randn(v.shape, generator=draw, dtype=v.dtype).to(v.device) for v in given.values()
+    ]
     values, moved = [v.detach() for v in given.values()], []
     with torch.no_grad():
         for size in (1e-6, -1e-6):
