@@ -63,9 +63,9 @@ class Graphs:
         )
         with casts, torch.cuda.device(stream.device), torch.cuda.graph(graph, stream=stream):
             result = work(state)
-        # A capture resets generators on its own stream. On a busy GPU this may be late, and then
-        # the first replay, on another stream, would draw wrong numbers.
-        stream.synchronize()
+        # A capture resets generators, on another stream than the replays. On a busy GPU this may be
+        # late, and then the first replay would draw wrong numbers.
+        torch.cuda.synchronize(stream.device)
         return _Graph(graph, result)
 
 

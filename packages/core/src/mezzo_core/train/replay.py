@@ -84,8 +84,7 @@ class _Graph:
         # Other threads, such as a loader's, may go on using the GPU.
         with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
             self._results = list(work(*tree_unflatten(self._leaves, structure)))
-        # A capture resets torch's generator on its own stream: see `nn.graphs.Graphs`.
-        stream.synchronize()
+        torch.cuda.synchronize(stream.device)  # for the generator: see `nn.graphs.Graphs`
 
     def __call__(self, leaves: Sequence[Any]) -> list[Tensor]:
         for own, given in zip(self._leaves, leaves, strict=True):
