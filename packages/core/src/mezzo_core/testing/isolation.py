@@ -64,11 +64,11 @@ def _check_isolated_tokens(
 def _check_isolated_steps(
     module: AbstractSequenceModule, x: Tensor, values: Sequence[float]
 ) -> None:
-    """Spoil the token in the middle of the first row, and go on with steps."""
-    t = x.shape[1] // 2
-    clean, spoilt = _repeated(x, [(bad, t) for bad in values])
+    """Spoil a token of the first row, in the middle or early, and go on with steps."""
+    tried = list(product(values, (x.shape[1] // 2, 1)))
+    clean, spoilt = _repeated(x, tried)
     y, found = (_forward_and_steps(module, rows).split(len(x)) for rows in (clean, spoilt))
-    for bad, ours, wanted in zip(values, found, y, strict=True):
+    for (bad, t), ours, wanted in zip(tried, found, y, strict=True):
         where = f"{bad} in token {t} reached"
         assert torch.equal(ours[0, :t], wanted[0, :t]), f"{where} the past by a state"
         assert torch.equal(ours[1:], wanted[1:]), f"{where} another row by a state"
