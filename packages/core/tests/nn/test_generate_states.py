@@ -9,8 +9,10 @@ import torch
 from mezzo_core.data import stop_texts
 from mezzo_core.data.tokenizers import ByteTokenizer
 from mezzo_core.nn import assisted, keep_graphs, kept_graphs
+from mezzo_core.nn.decoder import Decoder
 from mezzo_core.nn.generate import generate, stream
 from mezzo_core.nn.graphs import Graphs
+from torch.utils._pytree import tree_leaves
 
 from .kinds import build
 
@@ -353,6 +355,23 @@ def test_calls_share_graphs_if_they_are_alike(config):
         generate_all()
         assert number() == 4, "a graph reads the weights that were there"
     assert model not in kept_graphs._idle
+
+
+def test_calls_that_share_graphs_share_what_these_read(config, monkeypatch):
+    """Also where a tensor that no graph reads has grown since: the older state of a window."""
+    model, places, run = build(config, "window").rewinding(2), {}, Graphs.run
+
+    def watched(self, work, owner):
+        if isinstance(owner, Decoder):
+            now = [x.data_ptr() for x in tree_leaves(owner.state.state)]
+            assert places.setdefault(id(owner), now) == now
+        return run(self, work, owner)
+
+    monkeypatch.setattr(Graphs, "run", watched)
+    with keep_graphs(model):
+        for prompts in ([[1], [2, 3]], [[4], [5, 6]]):
+            generate(model, prompts, max_new_tokens=8)
+    assert len(places) == 1
 
 
 @pytest.mark.gpu

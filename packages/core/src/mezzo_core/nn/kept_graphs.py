@@ -96,11 +96,11 @@ def _refill(owner: Any, new: Any) -> None:
         pairs = list(zip(tree_leaves(getattr(owner, name)), tree_leaves(value), strict=True))
         if all(isinstance(leaf, _PLAIN) for _, leaf in pairs):
             setattr(owner, name, value)
-        elif any(isinstance(x, Tensor) and x.shape != old.shape for old, x in pairs):
-            setattr(owner, name, value)  # no graph reads a tensor whose shape changes
         else:
             for old, x in pairs:
-                if isinstance(x, Tensor):
+                if isinstance(x, Tensor) and x.shape != old.shape:
+                    old.set_(x)  # no graph reads a tensor whose shape changes
+                elif isinstance(x, Tensor):
                     old.copy_(x)
                 elif isinstance(x, torch.Generator):
                     old.set_state(x.get_state())
