@@ -1,6 +1,7 @@
 """Attention on a GPU; and the block masks of flex_attention, which any machine can check."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,10 +65,12 @@ def test_block_masks_skip_only_what_no_query_sees(T, S, causal, window_size, len
 
 
 def test_a_mask_that_is_kept_serves_the_same_calls_alone(monkeypatch):
+    stream = SimpleNamespace(cuda_stream=1)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
     first = (9, 9, True, None, None)
     others = [(9, 9, True, 4, None), (9, 9, False, 4, None), (8, 9, False, 4, None)]
-    for T, S, causal, window_size, lengths in (first, *others, (*first[:4], [4, 5])):
+    for T, S, causal, window_size, lengths in ((*first[:4], [4, 5]), first, *others):
         q, k = torch.zeros(1, T, 1, 1), torch.zeros(1, S, 1, 1)
         cu_seqlens = None if lengths is None else borders(lengths)
         request = Request(q, k, k, causal, window_size, None, 1.0, cu_seqlens, None, None, False)
@@ -76,6 +79,9 @@ def test_a_mask_that_is_kept_serves_the_same_calls_alone(monkeypatch):
         assert mask.seq_lengths == (T, S)
         assert torch.equal(mask.mask_mod(None, None, i, j).expand(T, S), visible_keys(request)[0])
         assert (again is mask) == (lengths is None)
+    stream.cuda_stream = 2
+    other = _block_mask(request, cached=True)
+    assert other is not mask, "which is not yet computed on this stream"
 
 
 @pytest.mark.parametrize("window_size", [None, 1, 200])

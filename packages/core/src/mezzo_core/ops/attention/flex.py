@@ -115,12 +115,13 @@ def _block_mask(r: Request, cached: bool) -> BlockMask:
         return make_block_mask(*where, r.cu_seqlens)
     if torch.cuda.is_current_stream_capturing():  # tensors made here have no values before a replay
         return make_block_mask(*where, None)
-    return _cached_block_mask(*where)
+    # Another stream could read the mask before it is computed, or after it is freed.
+    return _cached_block_mask(*where, torch.cuda.current_stream(r.q.device).cuda_stream)
 
 
 @functools.lru_cache(maxsize=32)
 def _cached_block_mask(
-    T: int, S: int, device: torch.device, causal: bool, window_size: int | None
+    T: int, S: int, device: torch.device, causal: bool, window_size: int | None, _stream: int
 ) -> BlockMask:
     # A later training step cannot use a tensor made in inference mode.
     with torch.inference_mode(False):
