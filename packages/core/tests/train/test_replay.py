@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from functools import partial
+from threading import Thread
 
 import pytest
 import torch
@@ -111,6 +112,27 @@ def test_a_graph_reads_its_arguments_and_draws_anew():
     assert len({tuple(each.tolist()) for each in drawn}) == 6
 
 
+def calling(kind, work):
+    return Replayed(work, CUDA) if kind is Replayed else partial(Graphs(CUDA).run, work)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [Graphs, Replayed])
+def test_other_threads_may_take_memory_during_a_capture(kind):
+    taken = []
+
+    def work(x):
+        thread = Thread(target=lambda: taken.append(torch.empty(2**28, device=CUDA)))
+        thread.start()
+        thread.join()
+        return (x + 1,)
+
+    call, x = calling(kind, work), torch.zeros(2, device=CUDA)
+    for _ in range(WARM_UPS + 2):
+        assert call(x)[0].tolist() == [1, 1]
+    assert len(taken) == (WARM_UPS if kind is Replayed else 1) + 1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [Graphs, Replayed])
 def test_a_busy_gpu_changes_no_random_number(kind, monkeypatch):
@@ -125,8 +147,7 @@ def test_a_busy_gpu_changes_no_random_number(kind, monkeypatch):
         return (x + torch.rand(3, device=CUDA),)
 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", late)
-    call = Replayed(work, CUDA) if kind is Replayed else partial(Graphs(CUDA).run, work)
-    x, numbers = torch.zeros(3, device=CUDA), range(WARM_UPS + 3)
+    call, x, numbers = calling(kind, work), torch.zeros(3, device=CUDA), range(WARM_UPS + 3)
     torch.manual_seed(0)
     drawn = [call(x)[0].tolist() for _ in numbers]
     torch.manual_seed(0)
@@ -143,13 +164,15 @@ def test_further_shapes_run_as_they_are():
 
 
 @pytest.mark.gpu
-def test_work_that_waits_for_the_gpu_is_refused():
-    call = Replayed(lambda x: (x * float(x.sum()),), CUDA)
-    x = torch.ones(2, device=CUDA)
-    for _ in range(WARM_UPS):
+@pytest.mark.parametrize(
+    ("kind", "error"), [(Replayed, "cannot be captured as a CUDA graph"), (Graphs, "captur")]
+)
+def test_work_that_waits_for_the_gpu_is_refused(kind, error):
+    call, x = calling(kind, lambda x: (x * float(x.sum()),)), torch.ones(2, device=CUDA)
+    for _ in range(WARM_UPS if kind is Replayed else 1):
         call(x)
     here = torch.cuda.current_stream()
-    with pytest.raises(UserError, match="cannot be captured as a CUDA graph"):
+    with pytest.raises((UserError, RuntimeError), match=error):
         call(x)
     assert torch.cuda.current_stream() == here
     assert (x + 1).tolist() == [2, 2], "the GPU is well"

@@ -61,7 +61,10 @@ class Graphs:
             enabled=torch.is_autocast_enabled("cuda"),
             cache_enabled=False,
         )
-        with casts, torch.cuda.device(stream.device), torch.cuda.graph(graph, stream=stream):
+        # `torch.cuda.graph` leaves its stream behind if the capture fails; the stream's own context
+        # does not. Other threads may go on using the GPU.
+        captured = torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local")
+        with casts, torch.cuda.stream(stream), captured:
             result = work(state)
         # A capture resets generators, on another stream than the replays. On a busy GPU this may be
         # late, and then the first replay would draw wrong numbers.
