@@ -315,6 +315,19 @@ def test_a_graph_appends_at_every_replay_and_no_thread_overtakes_the_length():
 
 
 @pytest.mark.gpu
+def test_no_stream_reads_angles_that_a_busy_one_has_yet_to_compute():
+    inputs, base = problem([3, 900], S=1000), 321.0  # of no other test
+    append(inputs, "triton")  # compiles the kernel
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**9)
+    append(inputs, "triton", base)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        found = append(inputs, "triton", base)
+        torch.cuda.current_stream().synchronize()
+    check_equal(found, append(inputs, "reference", base), rtol=1e-6)
+
+
+@pytest.mark.gpu
 def test_more_rows_than_an_axis_of_the_grid_holds():
     inputs = problem([2] * 70_000, S=2, HQ=1, H=1)
     check_equal(append(inputs, "triton"), append(inputs, "reference"), rtol=1e-6)

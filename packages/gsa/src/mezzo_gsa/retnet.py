@@ -1,7 +1,6 @@
 """RetNet's retention, the mixer: linear attention with RoPE and a fixed decay for each head."""
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from mezzo_core.nn.norm import RMSNorm, is_plain_norm
 from mezzo_core.ops.checks import check_number
 from mezzo_core.ops.padding import without_padding
 from mezzo_core.ops.precision import accumulation_dtype
+from mezzo_core.ops.tables import kept
 from mezzo_core.positions import (
     RopeScaling,
     apply_rope,
@@ -239,4 +239,4 @@ def _decay_table(num_heads: int, device: torch.device, dtype: torch.dtype) -> Te
     return _kept_decay(num_heads, device, dtype)
 
 
-_kept_decay = cache(log_decay)  # made once and never freed
+_kept_decay = kept(log_decay)

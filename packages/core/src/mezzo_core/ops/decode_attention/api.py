@@ -51,9 +51,9 @@ def append_token_(
     """Put the next token of each row into the cache, in place, and return its rotated queries.
 
     The returned queries and the cache are arguments for `decode_attention`. `reference.py` is the
-    definition. There is no backward. The call never waits for the GPU, and its launches depend on
-    shapes only, so a captured CUDA graph stays valid while the rows grow. The first call makes a
-    table, and must come before the capture.
+    definition. There is no backward. The launches depend on shapes only, so a captured CUDA graph
+    stays valid while the rows grow. The first call waits for a table that it makes on the GPU, and
+    should come before the capture. No other call waits for the GPU.
 
     Args:
         q: the new token's queries, not rotated. q, k and v may have any strides.

@@ -8,8 +8,6 @@ number of programs depends on shapes only, so a CUDA graph stays valid while the
 `append_token_` puts the new tokens into the cache before, in one launch.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +16,7 @@ from torch import Tensor
 from mezzo_core.ops.launch import launch
 from mezzo_core.ops.online_softmax.triton import add_scores, merge
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
+from mezzo_core.ops.tables import kept
 from mezzo_core.positions import RADIANS, RopeScaling, rope_steps
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -217,5 +216,4 @@ def append_token_(
     return out
 
 
-# The cache keeps every table for ever, because captured graphs read it.
-_rope_steps = cache(rope_steps)
+_rope_steps = kept(rope_steps)

@@ -5,13 +5,12 @@ head is cut into tiles of V columns, narrow enough that one row keeps a large GP
 all K rows, so a query's output needs no second pass.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from mezzo_core.ops.launch import launch
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
+from mezzo_core.ops.tables import kept
 from mezzo_core.positions import RADIANS, rope_steps
 from torch import Tensor
 
@@ -145,5 +144,4 @@ def _launch(
         )  # fmt: skip
 
 
-# Made once and never freed, as captured graphs go on reading it.
-_steps = cache(rope_steps)
+_steps = kept(rope_steps)

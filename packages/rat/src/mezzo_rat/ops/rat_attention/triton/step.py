@@ -7,13 +7,12 @@ kernel advances the recurrence by the new token, merges the partial results, app
 and writes the state.
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from mezzo_core.ops.launch import launch
 from mezzo_core.ops.sizes import next_power_of_2
+from mezzo_core.ops.tables import kept
 from mezzo_core.positions import rope_angles
 from torch import Tensor
 
@@ -204,7 +203,7 @@ def num_splits(num_heads: int, num_slots: int, tile: int) -> int:
     return 1 << (wanted.bit_length() - 1)
 
 
-@cache
+@kept
 def _angles(num_places: int, dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return a table of angles, which is made once and kept: captured graphs go on reading it."""
+    """Return a table of angles."""
     return rope_angles(torch.arange(num_places, device=device), dim, base)

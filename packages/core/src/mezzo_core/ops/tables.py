@@ -1,0 +1,39 @@
+"""Tables that kernels read at each step, such as RoPE's: made once for a device, and kept."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+Options = ParamSpec("Options")
+Table = TypeVar("Table", Tensor, tuple[Tensor, Tensor])
+
+
+def kept(make: Callable[Options, Table]) -> Callable[Options, Table]:
+    """Return a function that makes a table at its first call with some options, and keeps it.
+
+    A table is never freed, because captured graphs go on reading it. On a GPU the first call waits
+    until it is computed, because the next call may read it on another stream. What is made while a
+    graph is captured has no values before the replay, so it is not kept.
+
+    Args:
+        make: takes options that can be keys.
+    """
+    tables: dict[Any, Table] = {}
+
+    @wraps(make)
+    def table(*options: Options.args, **named: Options.kwargs) -> Table:
+        key = options, tuple(named.items())
+        if key not in tables:
+            made = make(*options, **named)
+            part = made if isinstance(made, Tensor) else made[0]
+            if part.is_cuda:
+                if torch.cuda.is_current_stream_capturing():
+                    return made
+                torch.cuda.current_stream(part.device).synchronize()
+            tables.setdefault(key, made)  # another thread may have made it meanwhile
+        return tables[key]
+
+    return table
