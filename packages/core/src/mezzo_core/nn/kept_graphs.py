@@ -71,7 +71,8 @@ def _likeness(owner: Any, seen: set[int]) -> Any:
             elif isinstance(leaf, nn.Module):
                 addresses = [x.data_ptr() for x in (*leaf.parameters(), *leaf.buffers())]
                 casts = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-                part = id(leaf), *addresses, *casts
+                # By its parts: an assistant with rollback becomes another model at each call.
+                part = *map(id, leaf.children()), *addresses, *casts
             elif isinstance(leaf, (Graphs, torch.Generator)):
                 part = type(leaf)
             elif isinstance(leaf, _PLAIN):
