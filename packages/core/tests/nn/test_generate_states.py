@@ -12,6 +12,7 @@ from mezzo_core.nn import assisted, keep_graphs, kept_graphs
 from mezzo_core.nn.decoder import Decoder
 from mezzo_core.nn.generate import generate, stream
 from mezzo_core.nn.graphs import Graphs
+from mezzo_core.nn.rewinding import Rewinding
 from torch.utils._pytree import tree_leaves
 
 from .kinds import build
@@ -30,6 +31,15 @@ def test_an_assistant_changes_no_token(any_model, config, assistant):
             any_model, PROMPTS, max_new_tokens=9, assistant=helper, num_drafted=num_drafted
         )
         assert helped == plain
+
+
+def test_what_a_model_keeps_to_go_back_takes_no_part(config, monkeypatch):
+    """Neither the model's nor the assistant's: a CUDA graph would not count on the host."""
+    model, other = (build(config, "running mean", seed=i) for i in range(2))
+    plain = generate(model, PROMPTS, max_new_tokens=9)
+    monkeypatch.setattr(Rewinding, "forward", None)
+    options = {"max_new_tokens": 9, "assistant": other.rewinding(2)}
+    assert generate(model.rewinding(2), PROMPTS, **options) == plain
 
 
 def test_a_check_may_read_more_places_than_it_has_tokens(any_model, config, monkeypatch):

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from mezzo_core.nn.decoder import without_rollback
 from mezzo_core.nn.graphs import Graphs
 from mezzo_core.nn.kept_graphs import lent
 from mezzo_core.nn.lm import LM
@@ -58,13 +59,13 @@ def assisted_tokens(
         rules: change the logits of both models; without a penalty.
         prefill_tokens: how many tokens of the prompts run at a time; None for all.
     """
-    m = num_drafted
-    logits, state = read_prompts(model, prompts, prefill_tokens)
+    m, plain, assistant = num_drafted, without_rollback(model), without_rollback(assistant)
+    logits, state = read_prompts(plain, prompts, prefill_tokens)
     noise = _Noise(sampler, generator, logits, _LEAD + 2 * (m + 1))
     noise.draw(1)
     newest = sampler(rules(logits), noise.at(noise.places))
     noise.places += 1
-    target = _Target(model, state, newest, m, sampler, noise, rules)
+    target = _Target(plain, state, newest, m, sampler, noise, rules)
     del state  # the prompt's own copy
     room = max_new_tokens + 2 * m  # a row that is done may have m more, and m + 1 more are read
     draft = _Draft(assistant, prompts, prefill_tokens, newest, m, room, sampler, noise, rules)

@@ -1,13 +1,15 @@
 """Decoding: one token of every row a step, in one CUDA graph on a GPU."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from mezzo_core.nn.contract import AbstractStack
 from mezzo_core.nn.graphs import Graphs
 from mezzo_core.nn.lm import LM
+from mezzo_core.nn.rewinding import Rewinding
 from mezzo_core.nn.sampler import LogitRules, Noise, Sampler
 
 
@@ -63,6 +65,17 @@ class Decoder:
         self.tokens.copy_(self.sampler(logits, self.generator))
         if self.rules is not None:
             self.rules.note_(self.tokens)
+
+
+def without_rollback(model: LM) -> LM:
+    """Return the same model without rollback, which pure decoding does not need, if it has any.
+
+    The forward of a `Rewinding` counts tokens on the host, so that no CUDA graph can hold it.
+    """
+    if not isinstance(model.stack, Rewinding):
+        return model
+    plain = cast(AbstractStack, model.stack.module)
+    return LM(model.embed, plain, model.norm, model.head)
 
 
 def _generators(noise: Noise) -> Sequence[torch.Generator]:

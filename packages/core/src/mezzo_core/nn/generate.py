@@ -7,14 +7,13 @@ and replayed. On a CPU it is eager.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mezzo_core.nn.assisted import assisted_tokens
-from mezzo_core.nn.contract import AbstractStack
-from mezzo_core.nn.decoder import Decoder
+from mezzo_core.nn.decoder import Decoder, without_rollback
 from mezzo_core.nn.ends import Ends
 from mezzo_core.nn.generate_arguments import (
     check_assistant,
@@ -30,7 +29,7 @@ from mezzo_core.nn.generate_arguments import (
 from mezzo_core.nn.kept_graphs import lent
 from mezzo_core.nn.lm import LM
 from mezzo_core.nn.prompts import read_prompts
-from mezzo_core.nn.rewinding import Kept, Rewinding
+from mezzo_core.nn.rewinding import Kept
 from mezzo_core.nn.sampler import Generators, LogitRules, Sampler, row_generators
 from mezzo_core.nn.sharded import check_whole
 from mezzo_core.nn.turns import Turns
@@ -166,7 +165,7 @@ def stream(
     every = [prompt for prompt in prompts for _ in range(num_samples)]
     end = Ends(num_results, stops, stop)
     if assistant is None and num_rows is not None and num_rows < num_results:
-        plain = _without_rollback(model)
+        plain = without_rollback(model)
         if plain is not model and isinstance(state, Kept):
             state = state.state
         turns = Turns(
@@ -184,7 +183,7 @@ def stream(
     check_assistant(model, assistant, repetition_penalty, state, num_samples, num_rows)
     new = assisted_tokens(
         model,
-        _without_rollback(assistant),
+        assistant,
         prompts,
         max_new_tokens=max_new_tokens,
         num_drafted=num_drafted,
@@ -194,14 +193,6 @@ def stream(
         prefill_tokens=prefill_tokens,
     )
     return _steps((model, assistant), new, end)
-
-
-def _without_rollback(model: LM) -> LM:
-    """Return the same model without rollback, which nobody here needs, if it has any."""
-    if not isinstance(model.stack, Rewinding):
-        return model
-    plain = cast(AbstractStack, model.stack.module)
-    return LM(model.embed, plain, model.norm, model.head)
 
 
 @torch.inference_mode()
