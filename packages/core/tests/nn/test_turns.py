@@ -63,8 +63,10 @@ def test_prompts_that_are_read_as_in_a_graph_continue_as_each_alone(model, way, 
         assert set(shapes) == {(2, 3), (6, 1)}
 
 
-def test_a_segment_of_one_shape_reads_prompts_as_the_model_does(model):
-    """Whatever it has read before."""
+def test_a_segment_of_one_shape_reads_prompts_as_the_model_does(model, monkeypatch):
+    """Whatever it has read before, and where first states share tensors."""
+    first_of = model.stack.blocks[0].init_state
+    monkeypatch.setattr(model.stack, "init_state", lambda batch: (first_of(batch),) * 2)
     read = SegmentGraph(model, 7, 4)
     with torch.no_grad():
         for prompts in (PROMPTS, [[1] * 9] * 7, PROMPTS[:2]):

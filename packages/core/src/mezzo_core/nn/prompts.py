@@ -64,7 +64,8 @@ class SegmentGraph:
 
     def __init__(self, model: LM, num_rows: int, size: int) -> None:
         """Take the shape of a segment, (B, T)."""
-        self.model, self.state = model, model.init_state(num_rows)
+        self.model = model
+        self.state = model.reserve(model.init_state(num_rows), 0)  # each tensor in its own memory
         device = next(model.parameters()).device
         self.tokens = torch.zeros(num_rows, size, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
