@@ -49,7 +49,7 @@ class Rewinding(AbstractStack):
     not copied.
 
     A forward over more than R tokens runs about twice. So let the module itself read a long prompt,
-    and go on from its state.
+    and go on from its state. No CUDA graph can hold a forward with a state: it counts on the host.
     """
 
     state_type = Kept
