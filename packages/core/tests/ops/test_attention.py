@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mezzo_core.ops.attention import attention
+from mezzo_core.ops.attention import attention, sdpa
 from mezzo_core.ops.online_softmax import merge
 from mezzo_core.positions import alibi_slopes
 from mezzo_core.testing import assert_close, grads
@@ -240,7 +240,9 @@ def test_a_change_leaves_the_past_bit_equal(options):
         assert not torch.equal(after[:, t:], before[:, t:])
 
 
-def test_a_row_does_not_depend_on_its_batch():
+@pytest.mark.parametrize("most", [sdpa.MOST_ROWS, 2])
+def test_a_row_does_not_depend_on_its_batch(most, monkeypatch):
+    monkeypatch.setattr(sdpa, "MOST_ROWS", most)
     x, _ = problem(B=3, T=21, H=2)
     whole = attention(**x).out
     for b in range(3):

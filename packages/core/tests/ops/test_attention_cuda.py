@@ -244,6 +244,18 @@ def test_cuda_backends_equal_the_reference(impl, name, dtype, fresh_compiler):
 
 
 @pytest.mark.gpu
+def test_cuda_sdpa_takes_more_rows_than_a_grid_has():
+    x, _ = problem(B=65_536, T=2, HQ=1)
+    x = {name: t.cuda().bfloat16().requires_grad_() for name, t in x.items()}
+    out = attention(**x, impl="sdpa").out
+    last = attention(**{name: t[-9:] for name, t in x.items()}, impl="sdpa").out
+    assert_close("out", out[-9:], last, rtol=5e-3)
+    out.sum().backward()  # the weights of a value sum up to one for each query
+    dv = x["v"].grad.sum(1)
+    assert_close("dv", dv, torch.full_like(dv, 2.0), rtol=1e-2)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["causal", "alibi window"])
 def test_cuda_positions_equal_the_reference(name, dtype, fresh_compiler):

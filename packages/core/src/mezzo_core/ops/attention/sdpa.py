@@ -23,6 +23,9 @@ from mezzo_core.ops.gradients import refuse_second_gradient
 from mezzo_core.ops.named_tuples import replaced
 from mezzo_core.ops.precision import accumulation_dtype, without_autocast
 
+MOST_ROWS = 65_535
+"""The rows B that flash attention can take at a time: they are the second axis of its grid."""
+
 
 def unsupported(r: Request) -> str | None:
     """Say why this backend cannot do the request, or None if it can."""
@@ -73,6 +76,10 @@ def _sees(r: Request, tokens: Tensor) -> Tensor:
 
 def _attend(r: Request) -> Tensor:
     if is_plain(r):
+        # An exported program runs for any number of rows, so it must not branch on it.
+        if not torch.compiler.is_exporting() and r.q.shape[0] > MOST_ROWS:
+            parts = zip(*(x.split(MOST_ROWS) for x in (r.q, r.k, r.v)), strict=True)
+            return torch.cat([_attend(replaced(r, q=q, k=k, v=v)) for q, k, v in parts])
         q, k, v = (x.transpose(1, 2) for x in (r.q, r.k, r.v))
         # Not enable_gqa=(...): with symbolic shapes the comparison is no bool for the operator.
         grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
