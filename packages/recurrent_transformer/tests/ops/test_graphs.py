@@ -55,7 +55,7 @@ class OnAGPU(torch.Tensor):
     is_cuda = True
 
 
-def capture(call, pool=None):
+def capture(call, side, pool=None):
     """Stand for `graphs.capture`: a whole call, which has no pool, has results in fixed memory."""
     if pool is not None:
         return Replayed(call), None
@@ -74,6 +74,7 @@ def replaying(monkeypatch):
     """Let a CPU pretend to capture graphs and to replay them."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
     monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(graphs, "capture_stream", object)
     for module, name in ((workspace, "_kept"), (graphs, "_counts"), (graphs, "_captured")):
         monkeypatch.setattr(module, name, graphs.Latest())
     on_a_stream(monkeypatch)
@@ -88,6 +89,7 @@ def on_a_stream(monkeypatch, stream=0, capturing=False):
 def test_what_is_kept_in_inference_mode_can_be_overwritten_outside_of_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(graphs, "capture", capture)
+    monkeypatch.setattr(graphs, "capture_stream", object)
     x, _, call = tiny()
     call.weights.map(lambda w: w.requires_grad_())
     with torch.inference_mode():
@@ -160,7 +162,20 @@ def test_whole_calls_are_replayed_with_all_that_they_are_given(replaying, monkey
             replayed = run(x.as_subclass(OnAGPU), dz.as_subclass(OnAGPU))
             for found, plain in zip(replayed, run(x, dz), strict=True):
                 assert torch.equal(found, plain)
-    assert len(graphs._captured) == 6
+    assert len({each.stream for each in graphs._captured.values()}) == 6
+
+
+def test_graphs_of_a_workspace_and_no_others_share_a_stream(replaying, monkeypatch):
+    sides = []
+    monkeypatch.setattr(
+        graphs, "capture", lambda call, side, pool: (Replayed(call), sides.append(side))
+    )
+    for rows in (3, 2):
+        x, _, call = tiny(rows=rows)
+        forward(x.as_subclass(OnAGPU), call)
+    owners = [work.graphs for work in workspace._kept.values()]
+    assert sides == [owner.stream for owner in owners for _ in owner.graphs]
+    assert len({*sides}) == 2 < len(sides)
 
 
 def test_each_kind_of_whole_call_is_captured_alone_and_its_results_stay(replaying, monkeypatch):

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mezzo_core.ops.capture_streams import capture_stream
+
 
 class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
@@ -21,7 +23,7 @@ class Graphs:
 
     def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()) -> None:
         """Take the device, and the generators that work uses besides torch's global one."""
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = capture_stream(device) if device.type == "cuda" else None
         self._generators = generators
         # Keyed by the work and the identity of its state; None after the eager run.
         self._graphs: dict[tuple[Callable[[Any], Any], int], _Graph | None] = {}

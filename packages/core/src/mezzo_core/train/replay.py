@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from mezzo_core.errors import UserError
+from mezzo_core.ops.capture_streams import capture_stream
 
 Work = Callable[..., Sequence[Tensor]]
 
@@ -31,7 +32,7 @@ class Replayed:
         """Begin without graphs; `work` returns tensors."""
         self._work = work
         # A capture needs a stream of its own, on which the work has run before.
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = capture_stream(device) if device.type == "cuda" else None
         self._calls: dict[Any, int] = {}
         self._graphs: dict[Any, _Graph] = {}
 

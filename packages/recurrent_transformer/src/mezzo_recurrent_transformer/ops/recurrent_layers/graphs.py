@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from mezzo_core.ops.capture_streams import capture_stream
 from torch import Tensor
 
 Call = Callable[..., Sequence[Tensor | None]]
@@ -28,12 +29,15 @@ class Latest(OrderedDict[Any, Any]):
         return self[key]
 
 
-def capture(run: Callable[[], Any], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Capture what `run` launches; return the graph and the result of `run`.
+def capture(
+    run: Callable[[], Any], side: torch.cuda.Stream, pool: Any = None
+) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Capture what `run` launches on the stream `side`; return the graph and the result of `run`.
 
-    `run` must have run before, with the same shapes, so that all its kernels are compiled.
+    `run` must have run before, with the same shapes, so that all its kernels are compiled. Graphs
+    share the memory of a pool if they also share the stream.
     """
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         # Other threads, such as a loader's, may go on using the GPU.
@@ -64,6 +68,7 @@ class Graphs:
     def __init__(self) -> None:
         self.graphs: dict[Any, torch.cuda.CUDAGraph] = {}
         self.pool = torch.cuda.graph_pool_handle()
+        self.stream = capture_stream()
 
     def run(self, key: Any, work: Callable[[], None]) -> None:
         """Do the work of a key: the first time by a call, then by a graph."""
@@ -71,7 +76,7 @@ class Graphs:
             self.graphs[key].replay()
             return
         work()
-        self.graphs[key], _ = capture(work, self.pool)
+        self.graphs[key], _ = capture(work, self.stream, self.pool)
 
 
 class _Captured:
@@ -81,7 +86,8 @@ class _Captured:
         # Calls outside of inference mode could not overwrite tensors made in it.
         with torch.inference_mode(False), torch.no_grad():
             self.arguments = [None if t is None else t.clone() for t in arguments]
-        self.graph, self.results = capture(lambda: call(*self.arguments))
+        self.stream = capture_stream()
+        self.graph, self.results = capture(lambda: call(*self.arguments), self.stream)
 
     def __call__(self, arguments: Sequence[Tensor | None]) -> list[Tensor | None]:
         for own, given in zip(self.arguments, arguments, strict=True):
