@@ -1,5 +1,6 @@
 """Memory and CUDA graphs that the op keeps: on a CPU, which pretends to capture and to replay."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -176,6 +177,27 @@ def test_graphs_of_a_workspace_and_no_others_share_a_stream(replaying, monkeypat
     owners = [work.graphs for work in workspace._kept.values()]
     assert sides == [owner.stream for owner in owners for _ in owner.graphs]
     assert len({*sides}) == 2 < len(sides)
+
+
+def test_memory_that_torch_keeps_unused_is_freed_where_a_capture_lacks_it(monkeypatch):
+    calls = []
+
+    class Graph:
+        capture_begin = capture_end = lambda *given, **options: None
+
+    def run():
+        calls.append("run")
+        if "freed" not in calls:
+            raise torch.OutOfMemoryError
+        return "found"
+
+    here = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "stream", lambda side: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: here)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("freed"))
+    assert graphs.capture(run, here)[1] == "found"
+    assert calls == ["run", "freed", "run"]
 
 
 def test_each_kind_of_whole_call_is_captured_alone_and_its_results_stay(replaying, monkeypatch):

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -37,6 +38,16 @@ def capture(
     `run` must have run before, with the same shapes, so that all its kernels are compiled. Graphs
     share the memory of a pool if they also share the stream.
     """
+    with suppress(torch.OutOfMemoryError):
+        return _capture(run, side, pool)
+    # While it captures, torch does not free the memory that it keeps for later.
+    torch.cuda.empty_cache()
+    return _capture(run, side, pool)
+
+
+def _capture(
+    run: Callable[[], Any], side: torch.cuda.Stream, pool: Any
+) -> tuple[torch.cuda.CUDAGraph, Any]:
     graph = torch.cuda.CUDAGraph()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
