@@ -219,23 +219,30 @@ def test_each_kind_of_whole_call_is_captured_alone_and_its_results_stay(replayin
         assert torch.equal(found, wanted)
 
 
+REDUCED = (True, False)
+if hasattr(torch.backends.cuda.matmul, graphs.SPLIT_K[0]):
+    REDUCED = (True, False, (False, False))  # the last one without split-K either
+
+
 @pytest.mark.parametrize(
-    ("flag", "value"),
+    ("flag", "values"),
     [
-        ("allow_tf32", True),
-        ("allow_fp16_accumulation", True),
-        ("allow_fp16_reduced_precision_reduction", False),
-        ("allow_bf16_reduced_precision_reduction", False),
+        ("allow_tf32", (False, True)),
+        ("allow_fp16_accumulation", (False, True)),
+        ("allow_fp16_reduced_precision_reduction", REDUCED),
+        ("allow_bf16_reduced_precision_reduction", REDUCED),
     ],
 )
-def test_each_precision_of_products_has_graphs_of_its_own(flag, value):
-    products, precision = torch.backends.cuda.matmul, graphs.precision()
+def test_each_precision_of_products_has_graphs_of_its_own(flag, values):
+    products, found = torch.backends.cuda.matmul, set()
     usual = getattr(products, flag)
-    setattr(products, flag, value)
     try:
-        assert graphs.precision() != precision
+        for value in values:
+            setattr(products, flag, value)
+            found.add(graphs.precision())
     finally:
         setattr(products, flag, usual)
+    assert len(found) == len(values)
 
 
 def test_what_was_used_last_is_kept():

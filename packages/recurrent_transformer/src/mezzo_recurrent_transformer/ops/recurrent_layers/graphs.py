@@ -17,6 +17,8 @@ REPEATED = 3
 """How often a call's shapes come until it is captured: capturing takes longer than a call."""
 KEPT = 8
 """Entries of a `Latest`."""
+SPLIT_K = tuple(f"allow_{dtype}_reduced_precision_reduction_split_k" for dtype in ("fp16", "bf16"))
+"""Settings of torch's products that older versions lack."""
 
 
 class Latest(OrderedDict[Any, Any]):
@@ -70,6 +72,7 @@ def precision() -> tuple[Any, ...]:
         products.allow_fp16_accumulation,
         products.allow_fp16_reduced_precision_reduction,
         products.allow_bf16_reduced_precision_reduction,
+        *(getattr(products, name, None) for name in SPLIT_K),
     )
 
 
