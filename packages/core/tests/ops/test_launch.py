@@ -1,5 +1,6 @@
 """A direct launch calls the compiled kernel that Triton would call, with the same arguments."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import CompiledKernel  # noqa: E402
 from triton.runtime import driver  # noqa: E402
+from triton.runtime.errors import OutOfResources  # noqa: E402
 from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 
 known = pytest.mark.skipif(not module._is_known, reason="this Triton launches all kernels itself")
@@ -154,6 +156,27 @@ def test_otherwise_triton_launches(machine, kernel, why, monkeypatch):
     assert told == [why] * (why in ("hooked", "replaced"))
     assert len(machine.calls) == 1 + (why != "replaced")
     assert machine.calls[-1][3] is knobs.runtime.launch_enter_hook, "the launch was direct"
+
+
+@known
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_where_stages_do_not_fit_in_shared_memory_one_is_tried(machine, kernel, most, monkeypatch):
+    compile_it = jit.JITFunction._do_compile
+
+    def refusing(kernel, key, signature, device, constants, options, *rest):
+        if options.num_stages > most:
+            raise OutOfResources(2, 1, "shared memory")
+        tried.append(options.num_stages)
+        return compile_it(kernel, key, signature, device, constants, options, *rest)
+
+    monkeypatch.setattr(jit.JITFunction, "_do_compile", refusing)
+    arguments, constants = split({"num_stages": 3})
+    tried = []
+    with pytest.raises(OutOfResources) if most == 0 else nullcontext():
+        for _ in range(2):
+            launch(kernel, (1,), *arguments, **constants)
+        assert tried == [most]
+        assert machine.calls[1][3] is None, "the second launch is direct"
 
 
 @known

@@ -10,7 +10,9 @@ from mezzo_core.testing import assert_close, grads
 from mezzo_gsa.ops.gsa import GSAState, chunk_gsa, recurrent_gsa
 from mezzo_gsa.ops.gsa.chunked import chunked_gsa
 from mezzo_gsa.ops.gsa.request import chunk_length
+from mezzo_gsa.ops.gsa.triton import launches
 from mezzo_gsa.ops.gsa.triton.launches import BAND
+from triton.runtime.errors import OutOfResources
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOW = {torch.float16: 5e-3, torch.bfloat16: 5e-3, torch.float32: 1e-5}
@@ -270,6 +272,24 @@ def test_kept_memories_and_repeats_change_no_bit(state, packed):
     for keep_states in (False, True):
         again = run_all(inputs, cu_seqlens=borders, keep_states=keep_states)
         assert all(torch.equal(once[name], again[name]) for name in once), keep_states
+
+
+def test_where_both_gradients_do_not_fit_in_shared_memory_each_is_computed_alone(monkeypatch):
+    inputs, launch, alone = draw(1, 70), launches.launch, []
+    wanted = run_all(inputs)
+
+    def launch_less(kernel, grid, *given, **constants):
+        if kernel is launches.tokens_kernel:
+            left, right = given[14:16]
+            if left is not None and right is not None:
+                raise OutOfResources(2, 1, "shared memory")
+            alone.append("right" if left is None else "left")
+        launch(kernel, grid, *given, **constants)
+
+    monkeypatch.setattr(launches, "launch", launch_less)
+    found = run_all(inputs)
+    assert alone == ["left", "right", "left", "right"], "the outputs, dv, dq and dk"
+    assert all(torch.equal(found[name], x) for name, x in wanted.items())
 
 
 def test_rows_do_not_depend_on_their_batch():

@@ -16,6 +16,7 @@ from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
+from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
 from mezzo_core.ops.watched import thread
@@ -72,7 +73,13 @@ def _by_triton(
     """Let Triton launch a kernel; such a launch cannot be replayed."""
     if thread.recorder is not None:
         thread.recorder.can_repeat = False
-    return kernel[grid](*arguments, **constants)
+    try:
+        return kernel[grid](*arguments, **constants)
+    except OutOfResources:
+        if constants.get("num_stages") == 1:
+            raise
+    # Stages are chosen for GPUs with much shared memory. With one, most kernels need half of it.
+    return kernel[grid](*arguments, **{**constants, "num_stages": 1})
 
 
 def current_stream(device: int) -> int:

@@ -9,12 +9,14 @@ gradients of the memory at the chunks' borders, then the square (L, L) and the g
 and gates, then the gradients of the tokens.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from mezzo_core.ops.launch import launch
 from mezzo_core.ops.sizes import ceil_div
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from mezzo_gsa.ops.chunking.by_token import by_token, token_stride
 from mezzo_gsa.ops.chunking.triton.states import INNER, padded, precision, run_states
@@ -212,17 +214,39 @@ def _run_passes(
                 r.form.scale, **settings, **of_slots, D=D, BD=channel_tile(one.right),
                 OWN_STRENGTH=x.s is not None, VALUES=values, BANDS=bands,
             )  # fmt: skip
-        launch(
-            tokens_kernel, grid,
-            squares, one.left, one.right, memory.write, k_weights, *borders,
-            one.raw_left, one.raw_right, one.dleft, one.dright, T, N,
-            one.left.stride(1), one.right.stride(1), 0 if raw is None else token_stride(raw.q),
-            0 if one.dleft is None else token_stride(one.dleft), token_stride(one.dright),
-            **settings, D=D, BD=channel_tile(one.right),
-            num_stages=3 if values else 2,  # with both outputs, three stages do not fit
-        )  # fmt: skip
+        inputs = memory.write, k_weights, *borders
+        tokens = partial(_launch_tokens, grid, one, squares, inputs, (T, N), settings)
+        try:
+            tokens(one.dleft, one.dright)
+        except OutOfResources:  # on GPUs with less shared memory, one gradient after the other
+            if one.dleft is None:
+                raise
+            tokens(one.dleft, None)
+            tokens(None, one.dright)
     dv0, dk0 = initial_gradients
     return dk0, dv0
+
+
+def _launch_tokens(
+    grid: tuple[int, ...],
+    one: Pass,
+    squares: Tensor,
+    inputs: tuple[Tensor | None, ...],
+    sizes: tuple[int, int],
+    settings: dict[str, Any],
+    left: Tensor | None,
+    right: Tensor | None,
+) -> None:
+    """Write the gradients of tokens that are given; `inputs` are from `write` to `chunk_table`."""
+    raw = one.raw_right
+    launch(
+        tokens_kernel, grid,
+        squares, one.left, one.right, *inputs, one.raw_left, one.raw_right, left, right, *sizes,
+        one.left.stride(1), one.right.stride(1), 0 if raw is None else token_stride(raw),
+        *(0 if x is None else token_stride(x) for x in (left, right)),
+        **settings, D=one.right.shape[3], BD=channel_tile(one.right),
+        num_stages=3 if left is None else 2,  # with both outputs, three stages do not fit
+    )  # fmt: skip
 
 
 def chunk_settings(r: Request) -> dict[str, Any]:
