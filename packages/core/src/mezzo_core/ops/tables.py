@@ -26,14 +26,14 @@ def kept(make: Callable[Options, Table]) -> Callable[Options, Table]:
     @wraps(make)
     def table(*options: Options.args, **named: Options.kwargs) -> Table:
         key = options, tuple(named.items())
-        if key not in tables:
-            made = make(*options, **named)
-            part = made if isinstance(made, Tensor) else made[0]
-            if part.is_cuda:
-                if torch.cuda.is_current_stream_capturing():
-                    return made
-                torch.cuda.current_stream(part.device).synchronize()
-            tables.setdefault(key, made)  # another thread may have made it meanwhile
-        return tables[key]
+        if (found := tables.get(key)) is not None:
+            return found
+        made = make(*options, **named)
+        part = made if isinstance(made, Tensor) else made[0]
+        if part.is_cuda:
+            if torch.cuda.is_current_stream_capturing():
+                return made
+            torch.cuda.current_stream(part.device).synchronize()
+        return tables.setdefault(key, made)  # another thread may have made it meanwhile
 
     return table
