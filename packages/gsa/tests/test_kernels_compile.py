@@ -1,11 +1,13 @@
-"""GSA's kernels compile for Hopper, on a machine without a GPU; a new length compiles nothing.
+"""All kernels compile for Hopper, on a machine without a GPU; a new length compiles nothing.
 
-Each form compiles in a process of its own, forked from one in which this file runs as a script.
+Each form compiles in a process of its own, forked from one in which this file, with GSA's forms,
+and `children/compile_gla.py` run as scripts.
 Kernels of two forms that are equal come from Triton's cache.
 """
 
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -208,7 +210,7 @@ LAWS = {
 
 @pytest.mark.slow
 def test_every_kernel_compiles_for_hopper_and_once_for_all():
-    run_compiling(__file__)
+    run_compiling(__file__, Path(__file__).parent / "children" / "compile_gla.py")
 
 
 if __name__ == "__main__":

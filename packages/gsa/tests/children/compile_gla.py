@@ -1,19 +1,9 @@
-"""GLA's kernels compile for Hopper, on a machine without a GPU; a new length compiles nothing.
-
-Each form compiles in a process of its own; see `test_kernels_compile.py`.
-"""
+"""Compile GLA's kernels for Hopper, on a machine without a GPU; a new length compiles nothing."""
 
 from functools import partial
 
-import pytest
 import torch
-from mezzo_core.testing.compile_only import (
-    compile_apart,
-    compile_only,
-    keep_kernels,
-    run_compiling,
-    stack_of,
-)
+from mezzo_core.testing.compile_only import compile_apart, compile_only, keep_kernels, stack_of
 from mezzo_gsa.ops.gla import LayerForm, op
 from mezzo_gsa.ops.gla.step import gla_step_, gla_step_layer_
 from mezzo_gsa.ops.norms.op import gated_norm_bwd, gated_norm_op
@@ -175,10 +165,4 @@ def compile_batches():
 LAWS = {"lengths": compile_lengths, "batches": compile_batches}
 
 
-@pytest.mark.slow
-def test_every_kernel_compiles_for_hopper_and_once_for_all():
-    run_compiling(__file__)
-
-
-if __name__ == "__main__":
-    compile_apart(lambda name: LAWS.get(name, partial(compile_form, name))(), [*FORMS, *LAWS])
+compile_apart(lambda name: LAWS.get(name, partial(compile_form, name))(), [*FORMS, *LAWS])
