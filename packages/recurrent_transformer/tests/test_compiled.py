@@ -63,13 +63,13 @@ def check_compiled(config, backend, num_tokens, names, any_length=False):
 # Compiling in C++ is slow, so the stack stands for the block. A tile's size does not divide 37.
 @pytest.mark.slow
 def test_the_inductor_trains_on_every_token():
-    check_compiled(CONFIGS["stack"], "inductor", [37], ["plain"])
+    check_compiled(CONFIGS["stack"], "inductor", [37], ["plain"], any_length=True)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 def test_each_form_compiles_to_one_graph_of_any_length(config):
     """Prompts after a state run every part of the backward."""
-    for backend, names in (("eager", ["plain", "packed"]), ("aot_eager", ["prompts"])):
+    for backend, names in (("eager", ["packed"]), ("aot_eager", ["prompts"])):
         counter = CompileCounterWithBackend(backend)
         check_compiled(config, counter, [37, 17, 50], names, any_length=True)
         assert counter.frame_count == len(names)
