@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from mezzo_core.nn.state import grows
+from mezzo_core.testing import assert_close
 from mezzo_core.train.loop import train
 from mezzo_drt import DRTConfig
 from mezzo_drt.baselines import block_recurrent_lm, landmark_lm
@@ -105,3 +106,16 @@ def test_losses_are_those_of_launched_steps(package, name, tmp_path):
     # Noise in the choice of chunks may fall otherwise.
     draws = name in ("tiny_drt1", "tiny_drt2", "tiny_random")
     assert replayed == pytest.approx(launched, rel=5e-2 if draws else 1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("package", "name"), NAMES)
+def test_graphs_that_torch_compile_makes_give_what_eager_calls_do(package, name):
+    torch.manual_seed(0)
+    model = build(package, name).cuda().eval()
+    compiled = torch.compile(model, mode="reduce-overhead")
+    with torch.no_grad():
+        for _ in range(4):
+            tokens = torch.randint(64, (2, 97), device="cuda")
+            found = compiled(tokens).logits.clone()  # which the next call overwrites
+            assert_close("logits", found, model(tokens).logits, rtol=1e-3)
