@@ -37,7 +37,7 @@ WORDS = {
     "gsa/ablation": (*ONE, "1", "--models", "HGRN2"),
     "gsa/accelerate_fla": (),
     "gsa/decoding": ("--models", "assistant, 15 tokens", "continuous batching"),
-    "gsa/t2r": (*ONE, "--models", "Transformer", "GSA", "GSA from nothing"),
+    "gsa/t2r": (*ONE, "--models", "Transformer"),
     "rat/train_gpus": ("--models", "RAT(L=16), 200m, 1 GPU"),
     "rat/train_six": (*ONE, "1", "--models", "RNN", "Attention, ALiBi"),
     "rat/train_small": (*ONE, "--models", "RNN", "Attention-SWA", "RAT(L=16)-SWA NoPE"),
