@@ -164,7 +164,7 @@ FULL = Size(
     ),
     2**16,
 )
-TOY = Size(32, replace(FULL.stack, num_layers=2, hidden=64), 2**10)
+TOY = Size(16, replace(FULL.stack, num_layers=2, head_dim=16, hidden=32), 2**10)
 """Of a rehearsal on a CPU."""
 
 
