@@ -74,9 +74,7 @@ def run(*parts: tuple[str, Path, tuple[str, ...]]) -> list[str]:
 HEAVY = ("datasets", "transformers", "safetensors", "tokenizers", "typer", "rich", "matplotlib")
 
 
-def test_core_alone_gives_ops_and_layers_with_torch_only(wheels, tmp_path):
-    unpack(tmp_path, wheels["mezzo_core"])
-    code = """
+CORE_ALONE = """
 import torch, mezzo_core
 from mezzo_core.reproduction import Result, measure
 from mezzo_core.nn import AttentionConfig, LMConfig, MLPConfig
@@ -86,8 +84,6 @@ model = LMConfig(vocab_size=11, d_model=16, mixers=mixers, mlp=MLPConfig()).buil
 assert model(torch.zeros(1, 5, dtype=torch.int64)).logits.shape == (1, 5, 11)
 print(mezzo_core.__file__)
 """
-    (told,) = run((code, tmp_path, (*HEAVY, *map(module, PAPERS))))
-    assert told.startswith(str(tmp_path))
 
 
 def layers_and_help(wheels, folder, paper):
@@ -111,10 +107,15 @@ except SystemExit as stop:
     return code, folder, (*HEAVY, *others)
 
 
-def test_with_only_core_a_paper_has_its_layers_and_its_commands_say_what_is_missing(
+def test_with_torch_only_core_and_papers_have_layers_and_commands_say_what_is_missing(
     wheels, tmp_path
 ):
-    told = run(*(layers_and_help(wheels, tmp_path / paper, paper) for paper in PAPERS))
+    """Core alone; then each paper with core."""
+    unpack(tmp_path / "core", wheels["mezzo_core"])
+    core = CORE_ALONE, tmp_path / "core", (*HEAVY, *map(module, PAPERS))
+    papers = (layers_and_help(wheels, tmp_path / paper, paper) for paper in PAPERS)
+    first, *told = run(core, *papers)
+    assert first.startswith(str(tmp_path / "core"))
     for paper, words in zip(PAPERS, told, strict=True):
         place, message = words.split("\n", 1)
         assert place.startswith(str(tmp_path / paper))
