@@ -59,7 +59,8 @@ def assisted_tokens(
         rules: change the logits of both models; without a penalty.
         prefill_tokens: how many tokens of the prompts run at a time; None for all.
     """
-    m, plain, assistant = num_drafted, without_rollback(model), without_rollback(assistant)
+    m = num_drafted
+    plain, assistant = without_rollback(model), without_rollback(assistant)
     logits, state = read_prompts(plain, prompts, prefill_tokens)
     noise = _Noise(sampler, generator, logits, _LEAD + 2 * (m + 1))
     noise.draw(1)
