@@ -75,7 +75,7 @@ def replaying(monkeypatch):
     """Let a CPU pretend to capture graphs and to replay them."""
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
     monkeypatch.setattr(graphs, "capture", capture)
-    monkeypatch.setattr(graphs, "capture_stream", object)
+    monkeypatch.setattr(graphs, "capture_stream", lambda holder: object())
     for module, name in ((workspace, "_kept"), (graphs, "_counts"), (graphs, "_captured")):
         monkeypatch.setattr(module, name, graphs.Latest())
     on_a_stream(monkeypatch)
@@ -90,7 +90,7 @@ def on_a_stream(monkeypatch, stream=0, capturing=False):
 def test_what_is_kept_in_inference_mode_can_be_overwritten_outside_of_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(graphs, "capture", capture)
-    monkeypatch.setattr(graphs, "capture_stream", object)
+    monkeypatch.setattr(graphs, "capture_stream", lambda holder: object())
     x, _, call = tiny()
     call.weights.map(lambda w: w.requires_grad_())
     with torch.inference_mode():

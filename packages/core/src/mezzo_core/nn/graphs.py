@@ -23,7 +23,7 @@ class Graphs:
 
     def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()) -> None:
         """Take the device, and the generators that work uses besides torch's global one."""
-        self._stream = capture_stream(device) if device.type == "cuda" else None
+        self._stream = capture_stream(self, device) if device.type == "cuda" else None
         self._generators = generators
         # Keyed by the work and the identity of its state; None after the eager run.
         self._graphs: dict[tuple[Callable[[Any], Any], int], _Graph | None] = {}

@@ -8,27 +8,30 @@ do not end together need streams of their own.
 """
 
 from threading import Lock
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 
 STREAMS = 32
 """How many streams of a GPU torch hands out, in turn: the next one may be in use already."""
 
-_held: "WeakSet[torch.cuda.Stream]" = WeakSet()
+# Weak references to streams themselves crash once these are freed
+# (https://github.com/pytorch/pytorch/pull/183403).
+_streams: "WeakKeyDictionary[object, torch.cuda.Stream]" = WeakKeyDictionary()
 _lock = Lock()
 
 
-def capture_stream(device: torch.device | None = None) -> torch.cuda.Stream:
-    """Return a stream of a GPU (by default the current one) that no other caller holds.
+def capture_stream(holder: object, device: torch.device | None = None) -> torch.cuda.Stream:
+    """Return a stream of a GPU (by default the current one) that no other holder has.
 
-    It is the caller's as long as the returned object lives, which should be as long as the graphs.
-    Only if all streams are held, two callers share one.
+    It is the holder's as long as that lives, which should be as long as the graphs. A holder has
+    one stream. Only if all streams are held, two holders share one.
     """
     with _lock:
+        held = set(_streams.values())
         for _ in range(STREAMS):
             stream = torch.cuda.Stream(device)
-            if stream not in _held:
+            if stream not in held:
                 break
-        _held.add(stream)
+        _streams[holder] = stream
         return stream

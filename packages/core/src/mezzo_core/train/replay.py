@@ -32,7 +32,7 @@ class Replayed:
         """Begin without graphs; `work` returns tensors."""
         self._work = work
         # A capture needs a stream of its own, on which the work has run before.
-        self._stream = capture_stream(device) if device.type == "cuda" else None
+        self._stream = capture_stream(self, device) if device.type == "cuda" else None
         self._calls: dict[Any, int] = {}
         self._graphs: dict[Any, _Graph] = {}
 

@@ -82,7 +82,7 @@ class Graphs:
     def __init__(self) -> None:
         self.graphs: dict[Any, torch.cuda.CUDAGraph] = {}
         self.pool = torch.cuda.graph_pool_handle()
-        self.stream = capture_stream()
+        self.stream = capture_stream(self)
 
     def run(self, key: Any, work: Callable[[], None]) -> None:
         """Do the work of a key: the first time by a call, then by a graph."""
@@ -100,7 +100,7 @@ class _Captured:
         # Calls outside of inference mode could not overwrite tensors made in it.
         with torch.inference_mode(False), torch.no_grad():
             self.arguments = [None if t is None else t.clone() for t in arguments]
-        self.stream = capture_stream()
+        self.stream = capture_stream(self)
         self.graph, self.results = capture(lambda: call(*self.arguments), self.stream)
 
     def __call__(self, arguments: Sequence[Tensor | None]) -> list[Tensor | None]:
