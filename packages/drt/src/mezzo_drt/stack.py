@@ -58,7 +58,9 @@ class DRTConfig:
             by learned scores. "fixed" compares the means of chunks' lower outputs, which the
             retrieval does not train.
         gumbel_noise: whether training adds noise to the scores, to explore.
-        offload: whether a state keeps complete chunks in the host's memory; same outputs.
+        offload: whether a state keeps complete chunks in the host's memory; same outputs. On a GPU,
+            gradients through states then repeat to the bit only in a backward of one thread
+            (`torch.autograd.set_multithreading_enabled(False)`).
         lower: mixers of any package for the lower half, one a layer; none for window attention.
     """
 

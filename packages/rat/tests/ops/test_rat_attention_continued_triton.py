@@ -34,6 +34,8 @@ def run(inputs, dout, *, seen, added=None, **form):
     def continued(state_k, state_v, state_k_ends, state_v_ends, **x):
         state = RATState(state_k, state_v, state_k_ends, state_v_ends, seen)
         out, state = chunk_rat_attention(**x, initial_state=state, lengths=added, **form)
+        for held in state:
+            assert held.untyped_storage().nbytes() == held.nbytes, "it keeps more than it holds"
         return out, *state[:4]
 
     outputs, found = grads(continued, inputs, dout)

@@ -49,7 +49,9 @@ class LandmarkConfig:
         rope_base: base of RoPE.
         norm_eps: epsilon of all norms.
         offload: whether a state keeps the chunks in the host's memory; same outputs. A step waits
-            for the GPU in each layer, to fetch the chunks that it picks.
+            for the GPU in each layer, to fetch the chunks that it picks. On a GPU, gradients
+            through states then repeat to the bit only in a backward of one thread
+            (`torch.autograd.set_multithreading_enabled(False)`).
     """
 
     num_layers: int = 12

@@ -259,7 +259,8 @@ def _by_kernels(zvgqk: Tensor, r: Request) -> RATAttentionOutput:
     else:
         added = r.lengths.contiguous()  # kernels read the lengths one after another in memory
     y, k, v, *ends = registered.differentiable_continued(zvgqk, bias, *state, added, *r.form)
-    k_ends, v_ends = (x[:, : state.k_ends.shape[1]] for x in ends)
+    # Copies without the unused slot, as a state may not keep more memory than it holds.
+    k_ends, v_ends = (x[:, : state.k_ends.shape[1]].clone() for x in ends)
     return RATAttentionOutput(y, RATState(k, v, k_ends, v_ends, lengths + added))
 
 
