@@ -73,3 +73,10 @@ def test_each_form_compiles_to_one_graph_of_any_length(config):
         counter = CompileCounterWithBackend(backend)
         check_compiled(config, counter, [37, 17, 50], names, any_length=True)
         assert counter.frame_count == len(names)
+
+
+def test_no_graph_of_the_inductor_may_hold_the_ops():
+    """They keep buffers; tests/test_replayed_steps.py sees on a GPU what comes of it."""
+    ops = torch.ops.mezzo_recurrent_transformer
+    for op in (ops.recurrent_layers, ops.recurrent_layers_bwd):
+        assert torch.Tag.cudagraph_unsafe in op.default.tags
