@@ -18,7 +18,9 @@ from unittest import mock
 
 
 @contextmanager
-def compile_only(capability: int = 90, *, assembled: bool = False) -> Iterator[list[str]]:
+def compile_only(
+    capability: int = 90, *, assembled: bool = False, keys_only: bool = False
+) -> Iterator[list[str]]:
     """Compile each launched Triton kernel for an NVIDIA GPU, without running it.
 
     The arguments may be tensors on a CPU; the kernels' outputs stay unwritten. TRITON_INTERPRET
@@ -29,21 +31,29 @@ def compile_only(capability: int = 90, *, assembled: bool = False) -> Iterator[l
         assembled: whether the assembler makes machine code of the PTX too, as `stack_of` needs.
             False skips it, and LLVM's optimization: both are slow. What is left still refuses
             wrong types, shapes, layouts and instructions, but does not read inline assembly.
+        keys_only: compile nothing, as tests do that only ask which launches share a kernel.
 
     Yields:
-        A list, to which the name of the kernel is appended at each compilation.
+        A list, to which the name of the kernel is appended at each compilation, or with `keys_only`
+        where there would be one.
     """
     from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver, jit
 
     compiled: list[str] = []
+    seen: set[tuple[str, Any]] = set()
 
     def compile_it(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         return run(self, *arguments, grid=grid, warmup=True, **options)
 
-    def note(**call: Any) -> None:
-        compiled.append(call["fn"].name)
+    def note(**call: Any) -> bool:
+        """Note a kernel that is in no cache yet; Triton does not compile it if this is True."""
+        kernel = call["fn"].name, call["key"]
+        if kernel not in seen:
+            compiled.append(call["fn"].name)
+            seen.add(kernel)
+        return keys_only
 
     run, collecting = jit.JITFunction.run, gc.isenabled()
     gc.disable()  # else all that torch and Triton have made is searched again and again
