@@ -119,3 +119,19 @@ def test_graphs_that_torch_compile_makes_give_what_eager_calls_do(package, name)
             tokens = torch.randint(64, (2, 97), device="cuda")
             found = compiled(tokens).logits.clone()  # which the next call overwrites
             assert_close("logits", found, model(tokens).logits, rtol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("package", "name"), NAMES)
+def test_graphs_that_torch_compile_makes_have_the_gradients_of_eager_calls(package, name):
+    torch.manual_seed(0)
+    model = build(package, name).cuda().eval()  # so that nothing is drawn
+    compiled, weights = torch.compile(model.loss, mode="reduce-overhead"), [*model.parameters()]
+    for _ in range(4):
+        inputs, targets = torch.randint(64, (2, 2, 97), device="cuda")
+        found, truth = (
+            torch.autograd.grad(loss(inputs, targets), weights, materialize_grads=True)
+            for loss in (compiled, model.loss)
+        )
+        for grad, wanted in zip(found, truth, strict=True):
+            assert_close("gradient", grad, wanted, rtol=1e-2, atol=1e-6)
