@@ -236,7 +236,7 @@ def _decay_table(num_heads: int, device: torch.device, dtype: torch.dtype) -> Te
     # Where ops are traced, as by torch.export, a table may be fake: real steps must not find it.
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
         return log_decay(num_heads, device, dtype)
-    return _kept_decay(num_heads, device, dtype)
+    return _kept_decay(num_heads, device=device, dtype=dtype)
 
 
 _kept_decay = kept(log_decay)
