@@ -54,6 +54,7 @@ def assert_close(
     assert norm <= allowed, (
         f"{name}: ||out - ref|| = {norm:.3e} > {allowed:.3e}, which is {rtol:g} ||ref||"
         + (f" + {atol:g} sqrt(numel)" if atol else "")
+        + _where(out, ref)
     )
     if low is None:
         return
@@ -63,8 +64,17 @@ def assert_close(
     worst, limit = error.abs().max().item(), factor * spread + 2 * rounding
     assert worst <= limit, (
         f"{name}: max|out - ref| = {worst:.3e} > {limit:.3e}, which is {factor:g} max|low - ref| "
-        f"({spread:.3e}) + 2 max rounding ({rounding:.3e})"
+        f"({spread:.3e}) + 2 max rounding ({rounding:.3e}){_where(out, ref)}"
     )
+
+
+def _where(out: Tensor, ref: Tensor) -> str:
+    """Tell which part of a tensor holds all errors above a tenth of the largest."""
+    error = (out.double() - ref.double()).abs().nan_to_num(0.0)
+    large = (error > error.max() / 10).nonzero()
+    first, last = large.amin(0).tolist(), large.amax(0).tolist()
+    ranges = (f"{i}:{j + 1}" for i, j in zip(first, last, strict=True))
+    return f"; the large errors lie in [{', '.join(ranges)}] of {tuple(out.shape)}"
 
 
 def grads(
