@@ -337,7 +337,7 @@ def test_calls_that_share_graphs_give_what_they_do_alone(any_model, config, help
         assert [generate(any_model, prompts, **way) for prompts, way in calls] == alone
 
 
-def test_calls_share_graphs_if_they_are_alike(config):
+def test_calls_share_graphs_if_they_are_alike(config, monkeypatch):
     model = build(config, "running mean")
     number = lambda: sum(map(len, kept_graphs._idle[model].values()))  # noqa: E731
 
@@ -366,6 +366,9 @@ def test_calls_share_graphs_if_they_are_alike(config):
         model.embed.weight = torch.nn.Parameter(before.detach().clone())
         generate_all()
         assert number() == 5, "a graph reads the weights that were there"
+        monkeypatch.setattr(kept_graphs, "product_settings", lambda: "others")
+        generate_all()
+        assert number() == 6, "a graph has the precision that was set"
     assert model not in kept_graphs._idle
 
 

@@ -113,7 +113,7 @@ def test_each_kind_of_call_has_a_workspace_of_its_own(change, replaying, monkeyp
     def take(S=16, of_x=torch.float32, stream=0, precision=0, **of_call):
         x, _, call = tiny(**of_call)
         on_a_stream(monkeypatch, stream)
-        monkeypatch.setattr(workspace, "precision", lambda: precision)
+        monkeypatch.setattr(workspace, "product_settings", lambda: precision)
         return workspace_for(ForwardBuffers, x.to(of_x).as_subclass(OnAGPU), S, call)
 
     works = [take(**its) for its in ({}, change, {}, change)]
@@ -209,7 +209,7 @@ def test_each_kind_of_whole_call_is_captured_alone_and_its_results_stay(replayin
     for turn in range(graphs.REPEATED + 2):
         for i, kind in enumerate(kinds + uncaptured):
             on_a_stream(monkeypatch, kind["stream"], kind.get("capturing", False))
-            monkeypatch.setattr(graphs, "precision", lambda kind=kind: kind["precision"])
+            monkeypatch.setattr(graphs, "product_settings", lambda kind=kind: kind["precision"])
             x = (kind["x"] + turn).as_subclass(OnAGPU)
             call = lambda x, none, i=i: (x * i, none)  # noqa: E731
             found, _ = graphs.run(call, (x, None), kind["key"], kind.get("size", 0))
@@ -217,32 +217,6 @@ def test_each_kind_of_whole_call_is_captured_alone_and_its_results_stay(replayin
         assert len(graphs._captured) == (len(kinds) if turn + 1 >= graphs.REPEATED else 0)
     for found, wanted in results:
         assert torch.equal(found, wanted)
-
-
-REDUCED = (True, False)
-if hasattr(torch.backends.cuda.matmul, graphs.SPLIT_K[0]):
-    REDUCED = (True, False, (False, False))  # the last one without split-K either
-
-
-@pytest.mark.parametrize(
-    ("flag", "values"),
-    [
-        ("allow_tf32", (False, True)),
-        ("allow_fp16_accumulation", (False, True)),
-        ("allow_fp16_reduced_precision_reduction", REDUCED),
-        ("allow_bf16_reduced_precision_reduction", REDUCED),
-    ],
-)
-def test_each_precision_of_products_has_graphs_of_its_own(flag, values):
-    products, found = torch.backends.cuda.matmul, set()
-    usual = getattr(products, flag)
-    try:
-        for value in values:
-            setattr(products, flag, value)
-            found.add(graphs.precision())
-    finally:
-        setattr(products, flag, usual)
-    assert len(found) == len(values)
 
 
 def test_what_was_used_last_is_kept():

@@ -11,12 +11,13 @@ from torch.utils._pytree import tree_leaves
 from mezzo_core.nn.graphs import Graphs
 from mezzo_core.nn.lm import LM
 from mezzo_core.nn.sampler import Sampler
+from mezzo_core.ops.precision import product_settings
 
 Owner = TypeVar("Owner")
 _PLAIN = (bool, int, float, str, type(None), Sampler)
 
 _idle: dict[LM, dict[Any, list[Any]]] = {}
-"""Owners of graphs that no call uses now, by model and `_likeness`."""
+"""Owners of graphs that no call uses now, by model, `product_settings` and `_likeness`."""
 
 
 @contextmanager
@@ -48,7 +49,7 @@ def lent(model: LM, new: Owner) -> Iterator[Owner]:
     if likeness is None:
         yield new
         return
-    kept = _idle[model].setdefault(likeness, [])
+    kept = _idle[model].setdefault((product_settings(), likeness), [])
     owner = kept.pop() if kept else new
     if owner is not new:
         _refill(owner, new)

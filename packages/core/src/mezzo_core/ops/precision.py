@@ -1,9 +1,13 @@
-"""The precision in which ops accumulate."""
+"""The precision in which ops accumulate, and that of torch's products."""
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
+
+SPLIT_K = tuple(f"allow_{dtype}_reduced_precision_reduction_split_k" for dtype in ("fp16", "bf16"))
+"""Settings of torch's products that older versions lack."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -37,3 +41,16 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     if autocast_dtype(device) is None:
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
+
+
+def product_settings() -> tuple[Any, ...]:
+    """Return the settings of torch's products on a GPU: a CUDA graph keeps those of its capture."""
+    products = torch.backends.cuda.matmul
+    has_name = hasattr(products, "fp32_precision")  # since torch 2.9
+    return (
+        products.fp32_precision if has_name else products.allow_tf32,
+        products.allow_fp16_accumulation,
+        products.allow_fp16_reduced_precision_reduction,
+        products.allow_bf16_reduced_precision_reduction,
+        *(getattr(products, name, None) for name in SPLIT_K),
+    )

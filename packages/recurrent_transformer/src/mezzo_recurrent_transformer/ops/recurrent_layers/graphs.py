@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from mezzo_core.ops.capture_streams import capture_stream
+from mezzo_core.ops.precision import product_settings
 from torch import Tensor
 
 Call = Callable[..., Sequence[Tensor | None]]
@@ -17,8 +18,6 @@ REPEATED = 3
 """How often a call's shapes come until it is captured: capturing takes longer than a call."""
 KEPT = 8
 """Entries of a `Latest`."""
-SPLIT_K = tuple(f"allow_{dtype}_reduced_precision_reduction_split_k" for dtype in ("fp16", "bf16"))
-"""Settings of torch's products that older versions lack."""
 
 
 class Latest(OrderedDict[Any, Any]):
@@ -61,19 +60,6 @@ def _capture(
             graph.capture_end()
     torch.cuda.current_stream().wait_stream(side)
     return graph, result
-
-
-def precision() -> tuple[Any, ...]:
-    """Return the settings of torch's products: a graph keeps those of its capture."""
-    products = torch.backends.cuda.matmul
-    has_name = hasattr(products, "fp32_precision")  # since torch 2.9
-    return (
-        products.fp32_precision if has_name else products.allow_tf32,
-        products.allow_fp16_accumulation,
-        products.allow_fp16_reduced_precision_reduction,
-        products.allow_bf16_reduced_precision_reduction,
-        *(getattr(products, name, None) for name in SPLIT_K),
-    )
 
 
 class Graphs:
@@ -123,7 +109,7 @@ def run(
         call: launches work that depends on nothing but `key` and the arguments' contents.
         arguments: tensors on one device, or None.
         key: what distinguishes calls, besides the arguments' shapes, dtypes, device and stream, and
-            `precision`.
+            `product_settings`.
         size: bytes of all layers' outputs.
     """
     x = next(t for t in arguments if t is not None)
@@ -131,7 +117,7 @@ def run(
         return call(*arguments)
     stream = torch.cuda.current_stream(x.device).cuda_stream
     shapes = tuple(None if t is None else (t.shape, t.dtype) for t in arguments)
-    key = (key, shapes, x.device, stream, precision())
+    key = (key, shapes, x.device, stream, product_settings())
     if key not in _captured:
         _counts[key] = _counts.take(key, lambda: 0) + 1
         if _counts[key] < REPEATED:

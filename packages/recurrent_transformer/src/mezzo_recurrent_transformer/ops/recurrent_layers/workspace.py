@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
+from mezzo_core.ops.precision import product_settings
 from torch import Tensor
 
 from mezzo_recurrent_transformer.ops.recurrent_layers.form import Form, Past
-from mezzo_recurrent_transformer.ops.recurrent_layers.graphs import Graphs, Latest, precision
+from mezzo_recurrent_transformer.ops.recurrent_layers.graphs import Graphs, Latest
 from mezzo_recurrent_transformer.ops.recurrent_layers.operands import (
     BackwardBuffers,
     ForwardBuffers,
@@ -87,7 +88,7 @@ def workspace_for(kind: type[Buffers], x: Tensor, S: int, call: Call) -> Workspa
     stream = torch.cuda.current_stream(x.device).cuda_stream
     shapes = tuple((w.shape, w.dtype) for w in call.weights if w is not None)
     given = x.shape[0], x.dtype, x.device, call.slopes.dtype, shapes
-    key = (given, stream, S, form, parts, precision())
+    key = (given, stream, S, form, parts, product_settings())
     work: Any = _kept.take((ForwardBuffers, key), lambda: forward_workspace(x, S, call))
     if kind is BackwardBuffers:
         of_forward: ForwardWork = work
