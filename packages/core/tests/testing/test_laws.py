@@ -4,9 +4,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from mezzo_core.nn.contract import AbstractMixer
+from mezzo_core.nn.contract import AbstractBlock, AbstractMixer
 from mezzo_core.testing.laws import LAWS, broken_laws, check_segments
 from torch import Tensor, nn
+from toys.own_keys import OwnKeysBlock, OwnKeysConfig
 
 C = 4
 
@@ -213,6 +214,26 @@ def test_a_correct_mixer_passes(name):
 def test_a_mistake_is_caught(name, mistake, message):
     with pytest.raises(AssertionError, match=message):
         LAWS[name](RunningMean(mistake))
+
+
+def keys_shared(module, state, rows):
+    copied = AbstractBlock.copy_rows(module, state, rows)
+    return copied._replace(k=state.k) if rows is None else copied
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "mistake", "message"),
+    [
+        ("handled", "copy_rows", keys_shared, "a step wrote into a fork"),
+        ("step", "check_step", AbstractBlock.check_step, "a step beyond the room"),
+    ],
+)
+def test_a_mistake_in_a_state_that_grows_is_caught(monkeypatch, name, method, mistake, message):
+    monkeypatch.setattr(OwnKeysBlock, method, mistake)
+    block = OwnKeysConfig().build(C)
+    block.init_own_weights()
+    with pytest.raises(AssertionError, match=message):
+        LAWS[name](block)
 
 
 def test_a_state_that_grows_is_refused_by_the_default_step():

@@ -18,7 +18,7 @@ from mezzo_core.nn.contract import AbstractSequenceModule
 from mezzo_core.testing.isolation import check_isolated, decode_step, normal
 from mezzo_core.testing.numerics import assert_close
 from mezzo_core.testing.programs import check_programs
-from mezzo_core.testing.states import check_handled, check_saved
+from mezzo_core.testing.states import check_full, check_handled, check_saved
 from mezzo_core.testing.training import (
     check_empty,
     check_gradients,
@@ -143,8 +143,8 @@ def check_step(
 
     The prompts run as in `check_ragged`; then come `reserve` and single tokens through `step`. No
     tensor of the reserved state may move, and the state that was given to `reserve` must stay as it
-    was. Lastly `forward` goes on from the stepped state, and must leave it alone. There are two
-    steps or more.
+    was. Then `forward` goes on from the stepped state, and must leave it alone. Lastly a step
+    beyond the room must be right, or refused on a CPU. There are two steps or more.
     """
     prompts, rows = _prompts(module, prompt_lengths, steps)
     lengths = torch.tensor(prompt_lengths, device=prompts.device)
@@ -159,8 +159,10 @@ def check_step(
         assert not moved, "step moved a tensor of the state"
         for field, (old, now) in enumerate(zip(before, tree_leaves(given), strict=True)):
             assert _is_same(old, now), f"step overwrote field {field} that reserve was given"
-        outputs.append(_forward(module, _tokens(rows, prompt_lengths, steps - 1), state)[0])
+        last = _tokens(rows, prompt_lengths, steps - 1)
+        outputs.append(_forward(module, last, state)[0])
         _assert_rows(module, rows, prompt_lengths, outputs, rtol)
+        check_full(module, last, state)
 
 
 def check_state_bytes(module: AbstractSequenceModule) -> None:

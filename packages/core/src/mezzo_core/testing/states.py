@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from mezzo_core.errors import UserError
 from mezzo_core.nn.contract import AbstractSequenceModule
@@ -24,7 +25,8 @@ PROMPTS = (0, 3, 13)
 def check_handled(module: AbstractSequenceModule) -> None:
     """Assert that states that were forked, selected or reset go on as if they never had been.
 
-    What goes on by `forward` and what goes on by `step`, in the middle of decoding, is tried. With
+    What goes on by `forward` and what goes on by `step`, in the middle of decoding, is tried, and
+    two forks whose steps take turns. With
     the same rows in the batch the outputs are equal to the bit. Beside other rows, or with fewer or
     more of them, they may differ by rounding: products of other shapes are other kernels.
     """
@@ -34,6 +36,7 @@ def check_handled(module: AbstractSequenceModule) -> None:
             _check_fork(module, state, go_on)
             _check_select(module, begin(module), go_on)
             _check_reset(module, begin(module), go_on)
+        _check_turns(module, _by_steps(module))
 
 
 def check_saved(module: AbstractSequenceModule) -> None:
@@ -65,6 +68,27 @@ def check_saved(module: AbstractSequenceModule) -> None:
             _assert_refused(module, path, "", what)
 
 
+def check_full(module: AbstractSequenceModule, x: Tensor, state: Any) -> None:
+    """Assert that a step in a full state is kept, or refused and the state left as it was.
+
+    On a GPU nothing is tried: there the outputs of such a step may be meaningless.
+    """
+    if x.is_cuda:
+        return
+    before = [t.clone() for t in tree_leaves(state)]
+    y, after = module(x, state)
+    wanted = torch.cat([y, module(x, after)[0]], 1)
+    try:
+        y = decode_step(module, x, state)
+    except ValueError:
+        pairs = zip(before, tree_leaves(state), strict=True)
+        same = all(torch.equal(old.nan_to_num(), now.nan_to_num()) for old, now in pairs)
+        assert same, "a step that was refused changed the state"
+    else:
+        found = torch.cat([y, module(x, state)[0]], 1)
+        assert_close("a step beyond the room, and a token", found, wanted, rtol=1e-4)
+
+
 def _assert_refused(
     module: AbstractSequenceModule, path: Path, words: str, what: str = "another model"
 ) -> None:
@@ -90,6 +114,16 @@ def _check_fork(module: AbstractSequenceModule, state: Any, go_on: GoOn) -> None
     assert torch.equal(again, never), "a fork of a fork goes on otherwise than what was forked"
     late = go_on(module, other, forks[1])
     assert torch.equal(late, another), "what was forked wrote into the fork"
+
+
+def _check_turns(module: AbstractSequenceModule, state: Any) -> None:
+    """Decode with two forks in turn: a part that they share would hold the other's last token."""
+    x, forks = [_next_tokens(module, seed) for seed in (1, 2)], [state, module.fork(state)]
+    alone = [_steps(module, tokens, module.fork(state)) for tokens in x]
+    for t in range(NEXT):
+        for tokens, fork, wanted in zip(x, forks, alone, strict=True):
+            y = decode_step(module, tokens[:, t : t + 1], fork)
+            assert torch.equal(y, wanted[:, t : t + 1]), "a step wrote into a fork"
 
 
 def _check_select(module: AbstractSequenceModule, state: Any, go_on: GoOn) -> None:
