@@ -46,6 +46,8 @@ class RunningMean(AbstractMixer):
     def forward(self, x, state=None, *, cu_seqlens=None, lengths=None):
         if cu_seqlens is not None and self.mistake != "packing ignored":
             sizes = cu_seqlens.diff().tolist()
+            if self.mistake == "int64 ignored" and cu_seqlens.dtype == torch.int64:
+                sizes = [x.shape[1]]
             if self.mistake == "sequences times zero":
                 x = x + 0 * x.sum(1, keepdim=True)
             if self.mistake == "gradients times zero":
@@ -106,6 +108,8 @@ class RunningMean(AbstractMixer):
             last = last * 0
         if self.mistake == "state overwritten" and state is not None:
             given.h.copy_(last)
+        if self.mistake == "lengths kept" and lengths is not None and not given.lengths.any():
+            return y, SumState(last, lengths, given.room)
         if self.mistake == "state grows" and state is not None:
             last = torch.cat([last, last])
         return y, None if state is None else SumState(last, given.lengths + real, given.room)
@@ -184,9 +188,11 @@ def test_a_correct_mixer_passes(name):
         ("isolated", "padding times zero", "nan in padding reached the next forward"),
         ("isolated", "lengths ignored", "in padding reached the next forward"),
         ("packed", "packing ignored", "packed"),
+        ("packed", "int64 ignored", "packed"),
         ("ragged", "lengths ignored", "row"),
         ("ragged", "state forgotten", "row"),
         ("step", "step forgets", "row"),
+        ("step", "lengths kept", "row"),
         ("step", "step moves", "moved"),
         ("step", "reserve shares", "that reserve was given"),
         ("step", "state overwritten", "overwrote field 0"),
