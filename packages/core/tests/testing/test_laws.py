@@ -42,6 +42,10 @@ class RunningMean(AbstractMixer):
         torch.manual_seed(0)
         self.proj, self.score = nn.Linear(C, C), nn.Parameter(torch.zeros(C))
         self.mistake = mistake
+        if mistake == "a tensor unsaved":
+            self.scale = torch.ones(1)
+        if mistake == "a buffer unsaved":
+            self.register_buffer("scale", torch.ones(1), persistent=False)
 
     def forward(self, x, state=None, *, cu_seqlens=None, lengths=None):
         if cu_seqlens is not None and self.mistake != "packing ignored":
@@ -198,6 +202,8 @@ def test_a_correct_mixer_passes(name):
         ("step", "state overwritten", "overwrote field 0"),
         ("state bytes", "bytes miscounted", "state_bytes"),
         ("state bytes", "a view of all tokens", "bytes are views that keep 140 in memory"),
+        ("plain state", "a tensor unsaved", "never saved: .'scale'"),
+        ("plain state", "a buffer unsaved", "never saved: .'scale'"),
         ("handled", "fork shares", "a fork of a fork goes on otherwise"),
         ("handled", "rows sorted", r"rows \[1, 0, 1, 2, 1\]"),
         ("handled", "reset forgets a counter", "the row that starts over"),

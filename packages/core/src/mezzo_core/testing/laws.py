@@ -203,7 +203,12 @@ def check_plain_state(module: AbstractSequenceModule) -> None:
     """Assert that a new state has plain tensors, whatever the class of the weights.
 
     FSDP and quantization make weights of another class, and `weight.new_zeros` keeps that class.
+    And that the module has no tensors but weights and saved buffers, since it is loaded from these.
     """
+    for name, part in module.named_modules():
+        lost = {key for key, value in vars(part).items() if isinstance(value, Tensor)}
+        lost |= part._non_persistent_buffers_set
+        assert not lost, f"{name or 'the module'} has tensors that are never saved: {sorted(lost)}"
     module = deepcopy(module)
     for part in module.modules():
         for name, weight in list(part.named_parameters(recurse=False)):
