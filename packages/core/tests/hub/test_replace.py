@@ -179,6 +179,7 @@ def test_other_weights_are_kept_and_all_of_them_train():
     before = original()
     kept = {name: weight.clone() for name, weight in before.state_dict().items()}
     model = replace_attention(before, RunningMeanConfig(), [1])
+    assert model is before  # or that one would be saved as a Llama without its mixers
     assert not any(weight.is_meta for weight in [*model.parameters(), *model.buffers()])
     assert not any(part.training for part in model.modules())
     new = model.model.layers[1].self_attn.mixer.value.weight
@@ -227,8 +228,10 @@ def test_what_does_not_fit_is_one_line():
             replace_attention(other, AttentionConfig())
     with pytest.raises(UserError, match="layers must be from 0 to 2, got 3"):
         replace_attention(original(), AttentionConfig(head_dim=8), [3])
+    kept = original()
     with pytest.raises(ValueError, match="head_dim must divide d_model"):
-        replace_attention(original(), AttentionConfig(head_dim=7))
+        replace_attention(kept, AttentionConfig(head_dim=7))
+    assert not hasattr(kept.config, "mezzo_mixers")
     cache = original()(torch.tensor([[1, 2]]), use_cache=True).to_tuple()[1]
     model, twin = (replace_attention(original(), AttentionConfig(head_dim=8)) for _ in range(2))
     of_twin = twin(torch.tensor([[1, 2]]), use_cache=True).to_tuple()[1]

@@ -108,8 +108,9 @@ def replace_attention(
 ) -> PreTrainedModel:
     """Put new mixers in place of a model's attention, layer by layer.
 
-    The model's other weights are kept, and the given model must not be used any more. The result is
-    a model of transformers: `generate`, with a cache too, `save_pretrained` and `Trainer` work.
+    The model changes in place, and is returned: its class is another one, and its other weights
+    stay. It is a model of transformers: `generate`, with a cache too, `save_pretrained` and
+    `Trainer` work.
 
     Args:
         model: a Llama, Mistral, Qwen2 or Qwen3 for causal language modelling.
@@ -130,36 +131,35 @@ def replace_attention(
     if wrong := [i for i in chosen if not 0 <= i < depth]:
         raise UserError(f"layers must be from 0 to {depth - 1}, got {wrong[0]}")
     config_class, model_class = _KINDS[kind]
+    place, new = next(model.parameters()), {}
+    for i in chosen:  # first of all, so that a mixer that does not fit leaves the model as it was
+        built = mixer.build(model.config.hidden_size)
+        init_weights(built, model.config.initializer_range)
+        new[i] = built.to(device=place.device, dtype=place.dtype)
     before = getattr(model.config, "mezzo_mixers", {})
     mixers = {**before, **{str(i): to_json(mixer) for i in chosen}}
     told = {**model.config.to_dict(), "model_type": _PREFIX + kind, "mezzo_mixers": mixers}
     config = config_class.from_dict(told)
     config._attn_implementation = model.config._attn_implementation  # which a dict does not tell
-    with torch.device("meta"):
-        made = model_class(config)
     old = model.config
-    for name, part in model.named_children():
-        setattr(made, name, part)
-        for inner in part.modules():  # later changes of the model's configuration reach them too
-            if getattr(inner, "config", None) is old:
-                inner.config = config
-    if not before:
-        _watch(made)
-    place = next(model.parameters())
-    for i in chosen:
-        built = mixer.build(config.hidden_size)
-        init_weights(built, config.initializer_range)
-        _put(made, i, built.to(device=place.device, dtype=place.dtype))
-    made.generation_config = model.generation_config
-    return made.train(model.training)
+    for inner in model.modules():  # later changes of the model's configuration reach them too
+        if getattr(inner, "config", None) is old:
+            inner.config = config
+    if not isinstance(model, model_class):
+        model.__class__ = model_class  # in place, so that whoever holds it saves it as what it is
+        _attach(model)
+    for i, built in new.items():
+        _put(model, i, built)
+    return model
 
 
 def _put(model: Any, layer: int, mixer: AbstractMixer) -> None:
-    model.model.layers[layer].self_attn = MixerAttention(mixer, layer)
+    model.model.layers[layer].self_attn = MixerAttention(mixer, layer).train(model.training)
 
 
-def _watch(model: Any) -> None:
-    """Tell the layers the borders of packed sequences at each call of the inner model."""
+def _attach(model: Any) -> None:
+    """Make room to take tokens back, and tell the layers the borders of packed sequences."""
+    model.register_forward_pre_hook(_allow_rollback, with_kwargs=True)
     names = tuple(inspect.signature(model.model.forward).parameters)
     model.model.register_forward_pre_hook(partial(_told_borders, names), with_kwargs=True)
 
@@ -185,8 +185,7 @@ def _with_mixers(kind: str, config: type, model: type) -> tuple[Any, Any]:
 
     def init(self: Any, config: PretrainedConfig) -> None:
         cast(Any, model).__init__(self, config)
-        self.register_forward_pre_hook(_allow_rollback, with_kwargs=True)
-        _watch(self)
+        _attach(self)
         for i, told in config.mezzo_mixers.items():
             mixer: MixerConfig = from_json(told, MezzoConfig.allowed_packages)
             built = mixer.build(config.hidden_size)
