@@ -45,6 +45,16 @@ def test_every_law_is_kept_on_a_gpu(part, law):
     LAWS[law](part.cuda())
 
 
+@pytest.mark.any_shapes
+@torch.no_grad()
+def test_a_step_compiles_whole(part):
+    x, state = torch.randn(2, 1, C), part.reserve(part.init_state(2), 1)
+    wanted = part.step(x, part.fork(state))
+    torch.testing.assert_close(
+        torch.compile(part.step, backend="eager", fullgraph=True)(x, state), wanted
+    )
+
+
 def test_arguments_replaced_are_refused_by_name(part):
     check_module_arguments(part)
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from mezzo_core.nn import AbstractBlock, MLPConfig
+from mezzo_core.ops.checks import is_read
 from mezzo_core.positions import sequence_ids
 from torch import Tensor, nn
 
@@ -86,7 +87,7 @@ class OwnKeysBlock(AbstractBlock):
     def check_step(self, x, state):
         super().check_step(x, state)
         slots = state.k.shape[1]
-        if not x.is_cuda and (state.filled >= slots).any():
+        if is_read(state.filled) and (state.filled >= slots).any():
             raise ValueError(f"state has room for {slots} tokens: reserve more")
 
     def reserve(self, state, num_tokens):

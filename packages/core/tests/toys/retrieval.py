@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from mezzo_core.nn import AbstractStack
 from mezzo_core.nn.contract import run_eagerly
+from mezzo_core.ops.checks import is_read
 from mezzo_core.ops.gradients import saveable
 from mezzo_core.ops.named_tuples import replaced  # torch 2.8 does not compile `_replace`
 from mezzo_core.ops.padding import without_padding
@@ -83,7 +84,7 @@ class RetrievalStack(AbstractStack):
     def step(self, x, state):
         self.check_step(x, state)
         slots = state.landmarks.shape[1]
-        if not x.is_cuda and (state.seen // self.chunk_size >= slots).any():
+        if is_read(state.seen) and (state.seen // self.chunk_size >= slots).any():
             raise ValueError(f"state has room for {slots} chunks: reserve more")
         y, after = self._token(x[:, 0], state)
         for name, old, new in zip(state._fields, state, after, strict=True):

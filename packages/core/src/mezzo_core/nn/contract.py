@@ -251,8 +251,10 @@ class AbstractSequenceModule(nn.Module, ABC):
         writes nothing out of bounds, but its outputs are meaningless.
 
         This default is for states of fixed size. A module whose state grows must override
-        `reserve` and `step`, and check its room in `check_step`. A stack calls `check_step` of all
-        layers first, so that an error leaves every layer's state unchanged.
+        `reserve` and `step`, and check its room in `check_step`, if `is_read(lengths)` of
+        `mezzo_core.ops.checks` says that values can be read: on a CPU, and not while compiling. A
+        stack calls `check_step` of all layers first, so that an error leaves every layer's state
+        unchanged.
 
         Args:
             x: (B, 1, C).
