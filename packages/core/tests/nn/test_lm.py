@@ -1,5 +1,6 @@
 from copy import deepcopy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mezzo_core.nn.attention import AttentionConfig
+from mezzo_core.nn.block import MixerBlockConfig
 from mezzo_core.nn.generate import generate
 from mezzo_core.nn.lm import LMConfig
 from mezzo_core.nn.mlp import MLPConfig
@@ -443,6 +445,9 @@ def test_a_bad_configuration_is_refused_by_name(config, change, name):
 def test_what_builds_no_mixer_is_no_layer(config):
     with pytest.raises(TypeError, match="MLPConfig builds no mixer"):
         replace(config, mixers=(*config.mixers[:1], MLPConfig())).build()
+    narrow = SimpleNamespace(build=lambda d_model: config.mixers[0].build(d_model // 2))
+    with pytest.raises(ValueError, match="builds a mixer of d_model"):
+        MixerBlockConfig(narrow).build(config.d_model)
 
 
 @pytest.mark.parametrize("token", [-1, 37, 2**40])

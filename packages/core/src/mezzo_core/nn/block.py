@@ -42,12 +42,15 @@ class MixerBlockConfig:
         """Build the block, on torch's default device.
 
         Raises:
-            ValueError: if the mixer does not support this width.
+            ValueError: if the mixer does not support this width, or has another.
             TypeError: if `mixer` does not build a mixer.
         """
         mixer = self.mixer.build(d_model)
         if not isinstance(mixer, AbstractMixer):
             raise TypeError(f"{type(self.mixer).__name__} builds no mixer")
+        if mixer.d_model != d_model:
+            name = type(self.mixer).__name__
+            raise ValueError(f"{name} builds a mixer of d_model {mixer.d_model}, not {d_model}")
         mlp = self.mlp.build(d_model)
         return Block(mixer, mlp, d_model, self.norm_eps, self.norm, self.residual_scale)
 
