@@ -26,9 +26,9 @@ def check_handled(module: AbstractSequenceModule) -> None:
     """Assert that states that were forked, selected or reset go on as if they never had been.
 
     What goes on by `forward` and what goes on by `step`, in the middle of decoding, is tried, and
-    two forks whose steps take turns. With
-    the same rows in the batch the outputs are equal to the bit. Beside other rows, or with fewer or
-    more of them, they may differ by rounding: products of other shapes are other kernels.
+    two forks whose steps take turns. With the same rows in the batch the outputs are equal to the
+    bit. Beside other rows, or with fewer or more of them, they may differ by rounding: products of
+    other shapes are other kernels.
     """
     with torch.no_grad():
         for begin, go_on in ((_by_forward, _forwards), (_by_steps, _steps)):
