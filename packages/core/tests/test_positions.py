@@ -187,6 +187,6 @@ def test_bad_arguments_are_named():
 
 
 def test_rope_angles_pass_opcheck():
-    positions = torch.arange(6).view(2, 3)
+    positions = torch.arange(6).view(3, 2).T
     for more in ((), (torch.float64,), (torch.float32, [8.0, 1.0, 4.0, 100.0])):
         torch.library.opcheck(torch.ops.mezzo.rope_angles.default, (positions, 8, 10_000.0, *more))

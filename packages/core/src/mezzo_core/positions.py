@@ -103,7 +103,9 @@ def _angles(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     told = None if scaling is None else RopeScaling(*scaling)
     steps = rope_steps(dim, base, told, device=positions.device)
-    angles = (positions.to(torch.int64)[..., None] * steps).to(dtype) * RADIANS
+    # A product keeps the order of axes in memory, and torch.compile is told of the usual one.
+    places = positions.to(torch.int64).contiguous()
+    angles = (places[..., None] * steps).to(dtype) * RADIANS
     return angles.cos(), angles.sin()
 
 
