@@ -285,3 +285,14 @@ def test_a_target_beyond_the_vocabulary_is_named_and_an_empty_vocabulary(V, targ
     targets[5] = target
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(x, w[:V], targets)
+
+
+@NO_TRITON
+def test_the_kernel_writes_nothing_beyond_the_row_of_a_wrong_target():
+    from mezzo_core.ops.linear_cross_entropy.triton.cross_entropy import cross_entropy_
+
+    room, targets = torch.randn(4, 9, device=DEVICE), torch.tensor([-1, 9], device=DEVICE)
+    before, losses, hits = room.clone(), room.new_zeros(2), targets.new_zeros(2, dtype=torch.bool)
+    cross_entropy_(room[1:3], 9, targets, NO_TARGET, losses, hits, differentiable=True)
+    assert torch.equal(room[::3], before[::3])
+    assert losses.isnan().all()

@@ -46,7 +46,8 @@ def linear_cross_entropy(
     Args:
         x: the input of the head.
         weight: the head's W, (V, C), in x's dtype outside autocast.
-        targets: int64 in [0, V), or `ignore_index` where there is none; checked on the CPU only.
+        targets: int64 in [0, V), or `ignore_index` where there is none. They are checked on the CPU
+            only: on a GPU a wrong one makes the loss NaN, or is an error of CUDA.
         ignore_index: the target that does not count.
         impl: "auto" computes a chunk of rows at a time; on a GPU, a kernel computes the softmax if
             it supports the dtype. "triton" requires that kernel. "reference" computes all logits.

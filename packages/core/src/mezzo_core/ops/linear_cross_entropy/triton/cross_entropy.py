@@ -26,7 +26,7 @@ def cross_entropy_(
     Args:
         logits: (N, W), contiguous; columns from V on are padding, and get a gradient of 0.
         V: the vocabulary's size.
-        targets: (N,) int64.
+        targets: (N,) int64; one beyond the vocabulary makes the row's loss NaN.
         ignore_index: the target that does not count.
         losses: (N,) float32.
         hits: (N,) bool.
@@ -68,7 +68,9 @@ def cross_entropy_kernel(
     p_row = logits + i.to(tl.int64) * W
     target = tl.load(targets + i)
     counts = target != ignore_index
-    own = tl.load(p_row + target, mask=counts, other=0.0).to(tl.float32)
+    # Nobody has checked the targets on a GPU: a wrong one may read and write nothing elsewhere.
+    m_own = counts & (target >= 0) & (target < V)
+    own = tl.load(p_row + target, mask=m_own, other=float("nan")).to(tl.float32)
     b_max = tl.full([BLOCK], LOWEST, tl.float32)
     b_first = tl.zeros([BLOCK], tl.int32)
     b_sum = tl.zeros([BLOCK], tl.float32)
@@ -84,7 +86,7 @@ def cross_entropy_kernel(
     lse = largest + tl.log(tl.sum(b_sum * exp(b_max - largest), 0))
     first = tl.min(tl.where(b_max == largest, b_first, V), 0)
     tl.store(losses + i, tl.where(counts, lse - own, 0.0))
-    tl.store(hits + i, counts & (first == target))
+    tl.store(hits + i, m_own & (first == target))
     if WRITES:
         dtype = logits.dtype.element_ty
         for start in range(0, edge, BLOCK):
@@ -98,4 +100,4 @@ def cross_entropy_kernel(
             p = tl.where(counts, exp(x - lse), 0.0)
             tl.store(p_row + o, p.to(dtype), mask=o < W)
         tl.debug_barrier()  # the loop's write of the target's column comes before the next one
-        tl.store(p_row + target, (exp(own - lse) - 1.0).to(dtype), mask=counts)
+        tl.store(p_row + target, (exp(own - lse) - 1.0).to(dtype), mask=m_own)
