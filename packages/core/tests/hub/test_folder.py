@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import stat
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -344,6 +345,8 @@ def test_the_commands_write_and_read(run, tmp_path, run_command):
     code, out, err = run_command("export", run, tmp_path / "out")
     assert (code, err) == (0, "")
     assert "tokenizer.json" in out
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "out").iterdir()}
+    assert modes == {stat.S_IMODE((run / "model/config.json").stat().st_mode)}
     code, out, err = run_command("import", tmp_path / "out", tmp_path / "back")
     assert (code, err) == (0, "")
     assert str(tmp_path / "back/model") in out

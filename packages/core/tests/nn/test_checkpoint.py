@@ -12,6 +12,7 @@ from mezzo_core.errors import UserError
 from mezzo_core.nn import checkpoint
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.checkpoint import copy_weights, find_model, load_model, save_model
+from mezzo_core.nn.state_file import save_state
 from safetensors import safe_open
 
 
@@ -201,6 +202,7 @@ def test_files_get_the_users_mode(model, config, folder, umask, mode):
     before = os.umask(umask)
     try:
         save_model(model, config, folder)
+        save_state(model, model.init_state(1), folder / "state")
     finally:
         os.umask(before)
     modes = {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from mezzo_core.errors import UserError
-from mezzo_core.files import parse_json
+from mezzo_core.files import give_users_mode, parse_json
 from mezzo_core.libraries import first_line, import_library
 from mezzo_core.nn.checkpoint import safetensor_error
 from mezzo_core.nn.contract import AbstractSequenceModule
@@ -60,6 +60,7 @@ def save_state(
     try:
         try:
             library.save_file(tensors, scratch, metadata=description)
+            give_users_mode(scratch)
             scratch.replace(path)
         finally:
             scratch.unlink(missing_ok=True)
