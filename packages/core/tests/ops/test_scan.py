@@ -11,7 +11,7 @@ from mezzo_core.testing import assert_close, grads
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from .impls import DEVICE, impls
+from .impls import DEVICE, NO_TRITON, impls
 
 # Name: (B, T, chunk_size, lengths of packed sequences, whether there is an initial state).
 CASES = {
@@ -241,6 +241,20 @@ def test_borders_may_lie_apart(impl):
     expected = linear_scan(**inputs, **options, impl=impl)
     options["cu_seqlens"] = options["cu_seqlens"].repeat_interleave(2)[::2]
     assert all(map(torch.equal, linear_scan(**inputs, **options, impl=impl), expected))
+
+
+@NO_TRITON
+def test_kernels_write_nothing_beyond_the_row_whatever_the_borders_are():
+    from mezzo_core.ops.scan.triton import linear_scan_fwd_kernel, tl
+
+    room, final = torch.zeros(3, 8, 4, device=DEVICE), torch.zeros(1, 4, device=DEVICE)
+    ones, borders = torch.ones_like(room), torch.tensor([-8, 16], device=DEVICE)
+    linear_scan_fwd_kernel[1,](
+        ones[1], ones[1], None, borders, room[1], final, 8, 1, 24, 0, 4, 0, 4,
+        D=4, BT=8, BD=4, ACC=tl.float32, L=0, PACKED=True, HAS_STATE=False,
+    )  # fmt: skip
+    assert room.amax((1, 2)).tolist() == [0, 8, 0]
+    assert final.eq(8).all()
 
 
 def test_trailing_axes_are_channels():

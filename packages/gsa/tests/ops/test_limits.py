@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from mezzo_gsa.ops.chunking.chunks import place_chunks
 from mezzo_gsa.ops.gla import chunk_gla, recurrent_gla
 from mezzo_gsa.ops.gsa import chunk_gsa, recurrent_gsa
 
@@ -52,6 +53,17 @@ def test_no_tokens_and_no_rows_have_outputs_and_gradients_of_their_shapes(op, sh
     assert all(x.shape[0] == shape[0] and not x.any() for x in states)
     found = torch.autograd.grad(out.sum(), leaves, allow_unused=False)
     assert [x.shape for x in found] == [x.shape for x in leaves]
+
+
+@pytest.mark.parametrize("borders", [[0, 3, 99], [41, 8, 24], [-9, -3, 70]])
+def test_no_chunk_lies_beyond_the_row_whatever_the_borders_are(borders):
+    chunks = place_chunks(1, T, 32, torch.tensor(borders))
+    first, length, _ = chunks.chunk_table.T
+    assert (first >= 0).all()
+    assert (first + length <= T).all()
+    begin, count = chunks.segment_table[chunks.segment_table[:, 1] > 0].T
+    assert (begin >= 0).all()
+    assert (begin + count <= chunks.num_chunks).all()
 
 
 @pytest.mark.parametrize("op", [chunk_gla, recurrent_gla, chunk_gsa, recurrent_gsa])

@@ -1,4 +1,4 @@
-"""The plan of a small call is computed once, and only where its tensors stay valid."""
+"""The plan of a small call is computed once, where its tensors stay valid; what a plan may add."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import torch
 from mezzo_rat.ops.rat_attention import chunks
 from mezzo_rat.ops.rat_attention import op as registered
 from mezzo_rat.ops.rat_attention.arguments import Form
-from mezzo_rat.ops.rat_attention.chunks import kept_plan, plain_plan
+from mezzo_rat.ops.rat_attention.chunks import continued_plan, kept_plan, plain_plan
 
 FORM = Form(2, 2, False, 4, "chunk", 10_000.0, 0.25)  # W = 8 D
 
@@ -64,6 +64,12 @@ def test_a_plan_is_not_kept_in_a_cuda_graph_nor_for_another_stream(monkeypatch):
     captured = [kept_plan(on_gpu(1, monkeypatch, capturing=True), FORM) for _ in range(2)]
     assert captured[0] is not captured[1]
     assert all(plan is not first for plan in captured)
+
+
+def test_no_plan_adds_more_tokens_than_there_are():
+    added = torch.tensor([10, -1])
+    plan = continued_plan(torch.zeros(2, 9, 8 * 32), FORM, 4, torch.zeros_like(added), added)
+    assert plan.stops.tolist() == [9, 0]
 
 
 def test_the_plan_of_a_long_row_is_not_kept():

@@ -33,8 +33,9 @@ def _place(cu_seqlens, T, num_spans, span, ND: tl.constexpr, PACKED: tl.constexp
     i_d, i_span, i_row = pid % ND, pid // ND % num_spans, pid // ND // num_spans
     if PACKED:
         i_b = i_row * 0
-        bos = tl.load(cu_seqlens + i_row).to(tl.int64)
-        eos = tl.load(cu_seqlens + i_row + 1).to(tl.int64)
+        # On a GPU nobody has checked the borders: no sequence may lie beyond the row.
+        bos = tl.maximum(tl.load(cu_seqlens + i_row).to(tl.int64), 0)
+        eos = tl.minimum(tl.load(cu_seqlens + i_row + 1).to(tl.int64), T)
     else:
         i_b = i_row
         bos = i_row * 0

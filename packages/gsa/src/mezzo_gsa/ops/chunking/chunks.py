@@ -66,7 +66,8 @@ def place_chunks(B: int, T: int, length: int, cu_seqlens: Tensor | None) -> Chun
     S = cu_seqlens.shape[0] - 1
     N = T // length + S  # each sequence has at most one chunk with fewer tokens
     NS = N // per_segment + S
-    borders = cu_seqlens.long()
+    # On a GPU nobody has checked the borders: no chunk may lie beyond the row, whatever they are.
+    borders = cu_seqlens.long().clamp(0, T).cummax(0).values
     num_chunks = (borders.diff() + length - 1) // length
     num_segments = (num_chunks + per_segment - 1) // per_segment
     last_chunks, last_segments = num_chunks.cumsum(0), num_segments.cumsum(0)

@@ -199,6 +199,7 @@ def continued_plan(x: Tensor, form: Form, num_slots: int, seen: Tensor, added: T
     """Plan for rows that have seen `seen` (B,) tokens and get `added` (B,) more."""
     sizes = Sizes.of(x, form)
     T, L = sizes.T, form.chunk_size
+    added = added.clamp(0, T)  # on a GPU nobody has checked it, and kernels write so many tokens
     N = (T - 1) // L + 2  # the first chunk may be open already and take only some of the tokens
     position = seen[:, None] + torch.arange(T, device=seen.device)
     slot = (seen // L)[:, None] + torch.arange(N, device=seen.device)
