@@ -1,5 +1,6 @@
 import functools
 from dataclasses import replace
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mezzo_core.nn.attention import AttentionConfig
 from mezzo_core.nn.decoder import Decoder
-from mezzo_core.nn.generate import generate, stream
+from mezzo_core.nn.generate import evaluation, generate, stream
 from mezzo_core.nn.graphs import Graphs
 from mezzo_core.nn.sampler import NO_TOKEN, Sampler
 
@@ -275,6 +276,31 @@ def test_the_mode_comes_back_when_the_last_of_several_streams_ends(model):
     first.close()
     assert not any(module.training for module in model.modules())
     assert len(list(second)) == 2
+    assert all(module.training for module in model.modules())
+
+
+def test_a_thread_may_begin_while_the_mode_of_another_s_comes_back(model, monkeypatch):
+    def hold():
+        with evaluation(model):
+            begun.set()
+            over.wait()
+
+    def begin_between(part, name, value):
+        if name == "training" and value and not other.ident:
+            other.start()
+            begun.wait(0.1)
+        torch.nn.Module.__setattr__(part, name, value)
+
+    model.train()
+    other, begun, over = Thread(target=hold), Event(), Event()
+    monkeypatch.setattr(type(model.norm), "__setattr__", begin_between)
+    with evaluation(model):
+        pass
+    begun.wait()
+    modes = [module.training for module in model.modules()]
+    over.set()
+    other.join()
+    assert not any(modes)
     assert all(module.training for module in model.modules())
 
 

@@ -7,6 +7,7 @@ and replayed. On a CPU it is eager.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from threading import RLock
 from typing import Any
 
 import torch
@@ -228,22 +229,25 @@ class _Held:
 
 _held: dict[LM, _Held] = {}
 """The models that streams hold in evaluation mode."""
+_held_lock = RLock()  # reentrant: garbage that is collected meanwhile may close a stream
 
 
 @contextmanager
 def evaluation(model: LM) -> Iterator[None]:
     """Hold the model in evaluation mode, until the last such context of the model ends."""
-    held = _held.setdefault(model, _Held([part for part in model.modules() if part.training]))
-    held.streams += 1
-    model.eval()
+    with _held_lock:
+        held = _held.setdefault(model, _Held([part for part in model.modules() if part.training]))
+        held.streams += 1
+        model.eval()
     try:
         yield
     finally:
-        held.streams -= 1
-        if not held.streams:
-            del _held[model]
-            for part in held.training:
-                part.training = True
+        with _held_lock:
+            held.streams -= 1
+            if not held.streams:
+                del _held[model]
+                for part in held.training:
+                    part.training = True
 
 
 @torch.inference_mode()
