@@ -348,6 +348,8 @@ def test_steps_keep_no_graph_and_between_them_gradients_are_on(model):
         ({"prompts": [[0.5]]}, r"prompts\[0\]"),
         ({"prompts": ["text"]}, r"prompts\[0\]"),
         ({"prompts": [1, 2]}, "prompts"),
+        ({"prompts": [[1], None]}, "prompts.*None"),
+        ({"prompts": 5}, "prompts.*5"),
         ({"prompts": torch.tensor([[1, 2]])}, r"prompts\[0\]"),
         ({"temperature": "hot"}, "temperature"),
         ({"top_k": 1.5}, "top_k"),

@@ -28,12 +28,10 @@ def check_prefix(state: Any, num_prompts: int, num_rows: int | None) -> None:
 
 def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
     """Check that there are prompts, and that each has tokens of the vocabulary."""
-    if len(prompts) == 0:  # an array has no truth value
+    if _length(prompts) == 0:  # an array has no truth value
         raise ValueError("prompts must hold at least one prompt, got none")
     for i, prompt in enumerate(prompts):
-        if isinstance(prompt, Integral):
-            raise ValueError(f"prompts must hold a list of token ids for each prompt, got {prompt}")
-        if len(prompt) == 0:
+        if _length(prompt) == 0:
             raise ValueError(f"prompts[{i}] is empty: give at least one token to continue from")
         for token in prompt:
             if not isinstance(token, Integral) or not 0 <= int(token) < vocab_size:
@@ -41,6 +39,15 @@ def check_prompts(prompts: Sequence[Sequence[int]], vocab_size: int) -> None:
                     f"prompts[{i}] must be a list of whole numbers in [0, {vocab_size}), as a "
                     f"tensor's tolist() gives, got {token!r}"
                 )
+
+
+def _length(given: Any) -> int:
+    try:
+        return len(given)
+    except TypeError:
+        raise ValueError(
+            f"prompts must hold a list of token ids for each prompt, got {given!r}"
+        ) from None
 
 
 def check_count(name: str, value: Any) -> None:
