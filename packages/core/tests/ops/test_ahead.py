@@ -47,3 +47,17 @@ def test_what_fails_ahead_fails_where_it_is_launched(launch):
     compile_ahead(object(), work)
     run()
     assert told == [True, False]
+
+
+def test_after_an_interruption_later_kernels_are_compiled_as_usual(launch):
+    run, told = launch
+    mode = jit._async_compile.active_mode
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compile_ahead(object(), lambda: mode.get().submit("key", interrupted, print))
+    assert mode.get() is None
+    run()
+    assert told == [False]

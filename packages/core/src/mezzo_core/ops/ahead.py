@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from typing import Any
 
 MOST_THREADS = 8
@@ -29,7 +30,9 @@ def compile_ahead(key: Hashable, launch: Callable[[], object]) -> None:
     with _lock:
         if key not in _known:
             _known.add(key)
-            _compile(launch)
+            # Triton's mode is a variable of the context, and stays set after an interruption (a
+            # KeyboardInterrupt): then each later kernel would be given to threads that have ended.
+            copy_context().run(_compile, launch)
 
 
 def _compile(launch: Callable[[], object]) -> None:
