@@ -15,9 +15,12 @@ from torch import Tensor
 
 from mezzo_core.ops.launch import launch
 from mezzo_core.ops.online_softmax.triton import add_scores, merge
+from mezzo_core.ops.ptxas import require_ptxas
 from mezzo_core.ops.sizes import ceil_div, next_power_of_2
 from mezzo_core.ops.tables import kept
 from mezzo_core.positions import RADIANS, RopeScaling, rope_steps
+
+require_ptxas()
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 UNIT = tl.constexpr(RADIANS)

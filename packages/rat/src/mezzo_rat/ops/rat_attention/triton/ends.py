@@ -8,6 +8,9 @@ descriptors (the GPU's bulk copies) of (B, T or N, heads · D).
 import triton
 import triton.language as tl
 from mezzo_core.ops.online_softmax.triton import add_scores
+from mezzo_core.ops.ptxas import require_ptxas
+
+require_ptxas()  # every module that launches matrix products imports this one
 
 
 @triton.jit
