@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator, cpu_offload
 from mezzo_core.errors import UserError
 from mezzo_core.hub import MezzoCache, MezzoConfig, MezzoForCausalLM
+from mezzo_core.hub.model import CACHE
 from mezzo_core.hub.replace import replace_attention
 from mezzo_core.nn import AttentionConfig, LMConfig, generate
 from peft import LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
@@ -433,6 +434,16 @@ def drafting(model, num_drafted: int) -> MezzoForCausalLM:
     model.generation_config.num_assistant_tokens = num_drafted
     model.generation_config.assistant_confidence_threshold = 0.0
     return model
+
+
+def test_an_assistant_goes_on_from_the_cache_of_an_earlier_turn():
+    model, assistant = peaked(0), drafting(peaked(0), 5)
+    options = {"max_new_tokens": 8, "assistant_model": assistant, "return_dict_in_generate": True}
+    first = model.generate(torch.tensor([[3, 1, 4]]), **options)
+    prompt, cache = torch.cat([first.sequences, torch.tensor([[1, 5]])], 1), first[CACHE]
+    again = model.generate(prompt, **options, **{CACHE: cache})
+    assert torch.equal(again.sequences, model.generate(prompt, max_new_tokens=8))
+    assert cache.get_seq_length() < again.sequences.shape[1]  # it read no token twice
 
 
 @pytest.mark.parametrize(("seed", "most_calls"), [(0, 15), (1, 41)])
