@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mezzo_core.config_json import from_json, to_json
 from mezzo_core.errors import UserError
-from mezzo_core.files import give_users_mode, read_json
+from mezzo_core.files import read_json
 from mezzo_core.libraries import first_line, import_library
 from mezzo_core.nn.lm import LM, LMConfig
 from mezzo_core.nn.on_meta import build_on_meta
@@ -78,7 +78,8 @@ def save_model(
         new.mkdir()
         try:
             library.save_file(stored, new / WEIGHTS)
-            give_users_mode(new / WEIGHTS)
+            # The library lets only the owner read it: take the folder's mode, which follows umask.
+            (new / WEIGHTS).chmod(new.stat().st_mode & 0o666)
             described["weights_crc32"] = _checksum(new / WEIGHTS)
             (new / CONFIG).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
             _put_in_place(new, folder)
