@@ -96,22 +96,6 @@ def write_whole(path: Path, text: str) -> None:
             raise
 
 
-def give_users_mode(path: Path) -> None:
-    """Give a file that a library wrote the mode of the user's new files, which follows umask.
-
-    Safetensors lets only the owner read its files, and a server is often another user.
-
-    Raises:
-        OSError: if it cannot be changed.
-    """
-    scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        scratch.touch(exist_ok=False)
-        path.chmod(stat.S_IMODE(scratch.stat().st_mode))
-    finally:
-        scratch.unlink(missing_ok=True)
-
-
 def remove_scratch(path: Path) -> None:
     """Remove the temporary files that killed calls of `write_whole` left beside `path`.
 

@@ -1,6 +1,7 @@
 """Folders that transformers reads: writes one from a run's model, and reads one into a run."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from mezzo_core.data.texts import TextConfig, change_texts, texts_of
 from mezzo_core.data.tokenizer_files import load_tokenizer
 from mezzo_core.data.tokenizers import Tokenizer
 from mezzo_core.errors import UserError
-from mezzo_core.files import give_users_mode, read_json
+from mezzo_core.files import read_json
 from mezzo_core.hub.config import MezzoConfig, allowing
 from mezzo_core.hub.model import MezzoForCausalLM
 from mezzo_core.hub.tokenizer import to_transformers
@@ -76,8 +77,8 @@ def export_model(
         save = _saved_as_theirs(*layout.write(config, lm.state_dict()), special)
     with library_errors(f"cannot write {out}"), _all_or_nothing(out):
         save(out)
-        for weights in out.glob("*.safetensors"):
-            give_users_mode(weights)
+        for weights in out.glob("*.safetensors"):  # the library lets only the owner read them
+            shutil.copymode(out / CONFIG, weights)
         GenerationConfig(**special).save_pretrained(out)
         if written is not None:
             written.save_pretrained(out)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import secrets
+import stat
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from mezzo_core.errors import UserError
-from mezzo_core.files import give_users_mode, parse_json
+from mezzo_core.files import parse_json
 from mezzo_core.libraries import first_line, import_library
 from mezzo_core.nn.checkpoint import safetensor_error
 from mezzo_core.nn.contract import AbstractSequenceModule
@@ -59,8 +60,11 @@ def save_state(
     scratch = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         try:
+            scratch.touch(exist_ok=False)
+            # The library lets only the owner read it: keep the mode of a new file of the user.
+            mode = stat.S_IMODE(scratch.stat().st_mode)
             library.save_file(tensors, scratch, metadata=description)
-            give_users_mode(scratch)
+            scratch.chmod(mode)
             scratch.replace(path)
         finally:
             scratch.unlink(missing_ok=True)
