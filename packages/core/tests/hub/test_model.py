@@ -444,6 +444,11 @@ def test_an_assistant_goes_on_from_the_cache_of_an_earlier_turn():
     again = model.generate(prompt, **options, **{CACHE: cache})
     assert torch.equal(again.sequences, model.generate(prompt, max_new_tokens=8))
     assert cache.get_seq_length() < again.sequences.shape[1]  # it read no token twice
+    begun = MezzoCache(model.lm, 1)
+    model(prompt[:, :2], use_cache=True, **{CACHE: begun})
+    rest = {"attention_mask": torch.ones_like(prompt), CACHE: begun}  # and the new tokens alone
+    last = model.generate(prompt[:, 2:], **options, **rest).sequences
+    assert torch.equal(last, again.sequences[:, 2:])
 
 
 @pytest.mark.parametrize(("seed", "most_calls"), [(0, 15), (1, 41)])

@@ -227,8 +227,6 @@ class MezzoCache(_HoldsState, Cache):
 
     is_compileable = False
     is_linear = (False,)
-    has_assistant = False
-    """Whether a call of `generate` decodes in it with an assistant."""
 
     def __init__(self, lm: LM, batch: int, rollback: int = 0, length: int = 0) -> None:
         """Begin `batch` sequences of a model.

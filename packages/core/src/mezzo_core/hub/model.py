@@ -241,8 +241,6 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
             length = max_cache_length if kind == "static" else 0
             model_kwargs[CACHE] = MezzoCache(self.lm, rows * batch_size, length=length)
             return
-        if isinstance(model_kwargs.get(CACHE), MezzoCache):
-            model_kwargs[CACHE].has_assistant = False
         if not room:
             super()._prepare_cache_for_generation(
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -252,22 +250,22 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
         cache = self._given_cache(model_kwargs.get(CACHE), None)
         if cache is None:
             cache = model_kwargs[CACHE] = MezzoCache(self.lm, batch_size)
-        cache.has_assistant = generation_mode == GenerationMode.ASSISTED_GENERATION
         cache.allow_rollback(room)
 
     @wraps(GenerationMixin.prepare_inputs_for_generation)
     def prepare_inputs_for_generation(self, *arguments: Any, **options: Any) -> dict[str, Any]:
         """Prepare a step; PEFT looks for the cache by the name of older versions.
 
-        Decoding with an assistant would read the tokens of a given cache again.
+        With an assistant, transformers would read the tokens of a given cache again. As where there
+        is none, a mask that is longer than the tokens tells that only new ones are given.
         """
-        cache = options.get(CACHE)
-        is_first = options.get("next_sequence_length", 0) is None and options.get(
-            "is_first_iteration"
-        )
-        if is_first and isinstance(cache, MezzoCache) and cache.has_assistant:
-            new = arguments[0].shape[1] - cache.get_seq_length()
-            options["next_sequence_length"] = new if new > 0 else None
+        cache, mask = options.get(CACHE), options.get("attention_mask")
+        is_told = options.get("next_sequence_length", 0) is not None
+        if options.get("is_first_iteration") and isinstance(cache, MezzoCache) and not is_told:
+            length = arguments[0].shape[1]
+            is_whole = mask is None or mask.shape[1] == length
+            if is_whole and length > cache.get_seq_length():
+                options["next_sequence_length"] = length - cache.get_seq_length()
         given: dict[str, Any] = super().prepare_inputs_for_generation(*arguments, **options)
         if CACHE in given:
             given.setdefault("past_key_values", given[CACHE])
