@@ -78,7 +78,7 @@ class OwnKeysBlock(AbstractBlock):
         self.check_step(x, state)
         z = self._token(x[:, 0], state.k, state.v, state.real)
         here = torch.arange(state.k.shape[1], device=x.device) == state.filled[:, None]
-        for cache, new in zip(state[:2], self._pair(z), strict=True):
+        for cache, new in zip((state.k, state.v), self._pair(z), strict=True):
             cache.copy_(torch.where(here[..., None], new[:, None], cache))
         state.real.logical_or_(here)
         state.filled.add_(1)

@@ -87,7 +87,7 @@ class RetrievalStack(AbstractStack):
         if is_read(state.seen) and (state.seen // self.chunk_size >= slots).any():
             raise ValueError(f"state has room for {slots} chunks: reserve more")
         y, after = self._token(x[:, 0], state)
-        for name, old, new in zip(state._fields, state, after, strict=True):
+        for name, old, new in zip(RetrievalState._fields, state, after, strict=True):
             if not name.startswith("host_"):
                 old.copy_(new)
         return y[:, None]
