@@ -36,8 +36,8 @@ def kept(make: Callable[Options, Table]) -> Callable[Options, Table]:
         key = options, tuple(named.items())
         if (found := tables.get(key)) is not None:
             return found
-        device = torch.device(str(named["device"]))
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        device: Any = named["device"]
+        if torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
             return make(*options, **named)
         # This thread may allocate for graphs that torch.compile makes, which own all such memory.
         with ThreadPoolExecutor(1) as apart:

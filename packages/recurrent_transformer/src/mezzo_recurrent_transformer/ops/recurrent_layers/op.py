@@ -42,7 +42,7 @@ _SCHEMA = ", ".join(f"{type_} {name}" for name, type_ in ARGUMENTS.items())
 _TENSORS = sum(type_.startswith("Tensor") for type_ in ARGUMENTS.values())
 _IN_TURN = threading.RLock()
 """Calls share buffers and graphs, so one thread at a time may launch its work."""
-_TAGS = (torch.Tag.cudagraph_unsafe,)
+_OPTIONS: dict[str, Any] = {"mutates_args": (), "tags": (torch.Tag.cudagraph_unsafe,)}
 """The ops keep buffers for later calls, and have CUDA graphs of their own. So torch.compile's
 "reduce-overhead" may not put them in its graphs, whose memory must all be its own."""
 
@@ -72,9 +72,8 @@ def _call_of(given: dict[str, Any]) -> Call:
 
 @torch.library.custom_op(
     "mezzo_recurrent_transformer::recurrent_layers",
-    mutates_args=(),
     schema=f"(Tensor x, {_SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor)",
-    tags=_TAGS,
+    **_OPTIONS,
 )
 def _recurrent_layers(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return z (B, T, C), the stream (n + 1, B, T, C), and k and v (n, B, P + T, H, D).
@@ -139,9 +138,8 @@ def _(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 @torch.library.custom_op(
     "mezzo_recurrent_transformer::recurrent_layers_bwd",
-    mutates_args=(),
     schema=f"(Tensor dz, Tensor? dk, Tensor? dv, Tensor x, Tensor? z, {_SCHEMA}) -> Tensor[]",
-    tags=_TAGS,
+    **_OPTIONS,
 )
 def _recurrent_layers_bwd(
     dz: Tensor, dk: Tensor | None, dv: Tensor | None, x: Tensor, z: Tensor | None, *arguments: Any
