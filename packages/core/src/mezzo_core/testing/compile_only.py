@@ -5,7 +5,6 @@ This is needed because the interpreter also runs kernels that the compiler would
 
 import gc
 import os
-import re
 import runpy
 import subprocess
 import sys
@@ -30,8 +29,8 @@ def compile_only(
     Args:
         capability: compute capability times ten; 90 is Hopper.
         assembled: whether the assembler makes machine code of the PTX too, as `stack_of` needs.
-            False skips PTX, the assembler and LLVM's optimization: all are slow. What is left still
-            refuses wrong types, shapes and layouts, but does not read inline assembly.
+            False skips it, and LLVM's optimization: both are slow. What is left still refuses
+            wrong types, shapes, layouts and instructions, but does not read inline assembly.
         keys_only: compile nothing, as tests do that only ask which launches share a kernel.
 
     Yields:
@@ -80,15 +79,9 @@ def _without_assembler() -> Iterator[None]:
         """Return another key for Triton's cache: no GPU may get kernels without machine code."""
         return f"{key(self)}, not assembled"
 
-    def no_ptx(self: Any, module: str, metadata: dict[str, Any], *options: Any) -> str:
-        """Note the kernel's name, as Triton does when it makes PTX."""
-        (metadata["name"],) = re.findall(r"^define (?:ptx_kernel )?void @(\w+)\(", module, re.M)
-        return ""
-
     key = CUDABackend.hash
     with (
         mock.patch.dict(os.environ, DISABLE_LLVM_OPT="1"),
-        mock.patch.object(CUDABackend, "make_ptx", no_ptx),
         mock.patch.object(CUDABackend, "make_cubin", return_value=b""),
         mock.patch.object(CUDABackend, "hash", apart),
     ):
