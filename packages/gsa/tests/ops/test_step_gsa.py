@@ -9,6 +9,7 @@ from mezzo_gsa.ops.decoding.triton import tile
 from mezzo_gsa.ops.gsa import GSAState, recurrent_gsa, recurrent_gsa_projected
 from mezzo_gsa.ops.gsa.arguments import StepForm
 from mezzo_gsa.ops.gsa.step import step_gsa_, step_gsa_projected_
+from torch.utils._pytree import tree_leaves
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOW = {torch.float16: 5e-3, torch.bfloat16: 5e-3, torch.float32: 1e-5}
@@ -241,6 +242,20 @@ def test_several_tokens_are_as_many_steps(impl, dtype, options):
         assert torch.equal(getattr(state, name), getattr(kept, name))
         assert torch.equal(getattr(last, name), getattr(then, name))
         assert_close(f"state.{name}", getattr(after, name), getattr(expected, name), rtol=1e-5)
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_counts_below_zero_that_are_not_checked_stand_for_none(impl, monkeypatch):
+    monkeypatch.setattr("mezzo_core.ops.checks.is_read", lambda counts: False)  # as on a GPU
+    sizes = (3, 2, 1, 20, 40, 72)
+    inputs, state = draw_tokens(2, sizes, torch.float32), draw(sizes, torch.float32)["state"]
+    counts = torch.tensor([[2, 2, -1], [1, -2, -1]], device=DEVICE)
+    results = [
+        recurrent_gsa_projected(**inputs, state=state, lengths=n, certain=m, impl=impl)
+        for n, m in (counts, counts.clamp(min=0))
+    ]
+    for below, none in zip(*map(tree_leaves, results), strict=True):
+        assert torch.equal(below, none)
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])

@@ -37,13 +37,16 @@ def _gates(g, s, o_g, o_s, m, inverse_damping, LOGITS: tl.constexpr):
 
 @triton.jit
 def _counts(lengths, certain, i_b, T):
-    """Return how many tokens of a row are real, and how many of these the new state has read."""
+    """Return how many tokens of a row are real, and how many of these the new state has read.
+
+    Nobody has checked the counts on a GPU: below zero they stand for none, as in the other forms.
+    """
     num_tokens = T
     if lengths is not None:
-        num_tokens = tl.minimum(tl.load(lengths + i_b), T)
+        num_tokens = tl.maximum(tl.minimum(tl.load(lengths + i_b), T), 0)
     num_certain = num_tokens
     if certain is not None:
-        num_certain = tl.minimum(tl.load(certain + i_b), num_tokens)
+        num_certain = tl.maximum(tl.minimum(tl.load(certain + i_b), num_tokens), 0)
     return num_tokens, num_certain
 
 
