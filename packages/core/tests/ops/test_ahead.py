@@ -1,6 +1,8 @@
 """Kernels are compiled ahead once for each key, while other threads launch as usual."""
 
+from functools import partial
 from threading import Thread
+from unittest.mock import Mock
 
 import pytest
 from mezzo_core.ops.ahead import compile_ahead
@@ -14,9 +16,9 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def launch(monkeypatch):
     """Return a function that launches a kernel, and a list: whether each launch only compiled."""
-    told = []
+    told, kernel = [], Mock(device_caches={})
     monkeypatch.setattr(jit.JITFunction, "run", lambda self, *, grid, warmup: told.append(warmup))
-    return lambda: jit.JITFunction.run(None, grid=(1,), warmup=False), told
+    return lambda: jit.JITFunction.run(kernel, grid=(1,), warmup=False), told
 
 
 def test_what_is_launched_ahead_is_compiled_only_and_once(launch):
@@ -47,6 +49,22 @@ def test_what_fails_ahead_fails_where_it_is_launched(launch):
     compile_ahead(object(), work)
     run()
     assert told == [True, False]
+
+
+def test_what_fails_ahead_for_a_passing_reason_is_compiled_anew(monkeypatch):
+    kernels = {}
+    function = Mock(device_caches={0: (kernels, "others")})
+    mode = jit._async_compile.active_mode
+    compiling = {"no room": Mock(side_effect=OSError), "works": Mock(return_value="compiled")}
+
+    def launch(self, *, grid, warmup):
+        for key, compile_it in compiling.items():
+            finish = partial(kernels.__setitem__, key)
+            kernels[key] = mode.get().submit(key, compile_it, finish)
+
+    monkeypatch.setattr(jit.JITFunction, "run", launch)
+    compile_ahead(object(), lambda: jit.JITFunction.run(function, grid=(1,), warmup=False))
+    assert kernels == {"works": "compiled"}
 
 
 def test_after_an_interruption_later_kernels_are_compiled_as_usual(launch):

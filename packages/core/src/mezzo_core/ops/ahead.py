@@ -42,7 +42,7 @@ def _compile(launch: Callable[[], object]) -> None:
     if mode is None:
         return
     pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1))
-    # A kernel that fails to compile here will fail again, with its error, where it is launched.
+    # A kernel that fails to compile here is compiled again where it is launched, or fails there.
     with suppress(Exception), pool, _without_launching(), mode(pool, ignore_errors=True):
         launch()
 
@@ -54,9 +54,12 @@ def _without_launching() -> Iterator[None]:
     from triton.runtime.jit import JITFunction
 
     run, here = JITFunction.run, threading.get_ident()
+    compiled: set[Any] = set()
 
     def compile_here(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         only = warmup or threading.get_ident() == here
+        if only:
+            compiled.add(self)
         return run(self, *arguments, grid=grid, warmup=only, **options)
 
     JITFunction.run, _in_work = compile_here, here
@@ -64,3 +67,18 @@ def _without_launching() -> Iterator[None]:
         yield
     finally:
         JITFunction.run, _in_work = run, None
+        _forget_failed(compiled)
+
+
+def _forget_failed(functions: set[Any]) -> None:
+    """Remove kernels that failed from Triton's caches, which would keep the error for ever.
+
+    The reason may have passed by the launch, as a full disk does.
+    """
+    from triton.runtime._async_compile import FutureKernel
+
+    for function in functions:
+        for kernels, *_ in function.device_caches.values():
+            for key, kernel in list(kernels.items()):
+                if isinstance(kernel, FutureKernel):  # what compiled has been replaced
+                    del kernels[key]
