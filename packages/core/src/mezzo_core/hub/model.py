@@ -22,7 +22,7 @@ from mezzo_core.hub.padding import Padding
 from mezzo_core.nn.init import init_weights
 from mezzo_core.nn.lm import LM
 from mezzo_core.nn.sharded import check_whole
-from mezzo_core.ops.linear_cross_entropy import NO_TARGET, cross_entropy
+from mezzo_core.ops.linear_cross_entropy import NO_TARGET, check_targets, cross_entropy
 
 _NAMES = {field.name for field in fields(CausalLMOutputWithPast)}
 CACHE = "cache" if "cache" in _NAMES else "past_key_values"
@@ -129,9 +129,10 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
             `hidden_states`, depth + 1 tensors (B, T, C).
 
         Raises:
-            UserError: if not one of `input_ids` and `inputs_embeds` is given, the mask has no
-                column for each token, the labels are not those of the tokens, the cache is another
-                model's, or an argument is not supported.
+            UserError: if not one of `input_ids` and `inputs_embeds` is given, its shape is wrong,
+                the mask has no column for each token, the labels are not those of the tokens, the
+                cache is another model's, or an argument is not supported.
+            ValueError: if a token or a label is beyond the vocabulary, which is seen on a CPU.
         """
         tokens = _tokens(input_ids, inputs_embeds)
         keeps_places = isinstance(logits_to_keep, Tensor)
@@ -327,6 +328,9 @@ def _tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
     if (input_ids is None) == (inputs_embeds is None):
         raise UserError("give one of input_ids and inputs_embeds")
     given: Any = inputs_embeds if input_ids is None else input_ids
+    name, sizes = ("inputs_embeds", "B, T, C") if input_ids is None else ("input_ids", "B, T")
+    if given.ndim != len(sizes.split()):
+        raise UserError(f"{name} must be ({sizes}), got {tuple(given.shape)}")
     return given.long() if given.dtype == torch.int32 else given
 
 
@@ -375,6 +379,7 @@ def _loss(
     if padding is not None:
         labels = padding.to_end(labels).masked_fill(padding.is_end(), NO_TARGET)
     targets = labels[:, 1:]
+    check_targets("labels", targets, logits.shape[-1])
     loss, _ = cross_entropy(logits[:, :-1], targets)
     return loss / ((targets != NO_TARGET).sum().clamp(min=1) if count is None else count)
 

@@ -84,11 +84,19 @@ def _check(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> tor
             f"{name}: x and weight must have one dtype outside autocast, "
             f"got {x.dtype} and {weight.dtype}"
         )
+    check_targets(f"{name}: targets", targets, weight.shape[0], ignore_index)
+    return dtype
+
+
+def check_targets(name: str, targets: Tensor, vocab: int, ignore_index: int = NO_TARGET) -> None:
+    """Check on a CPU that all targets are in [0, vocab), or `ignore_index`.
+
+    Raises:
+        ValueError: if one is not; `name` begins the message.
+    """
     if is_read(targets):
-        V = weight.shape[0]
-        wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= V))]
+        wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= vocab))]
         if wrong.numel() > 0:
             raise ValueError(
-                f"{name}: targets must be in [0, {V}) or {ignore_index}, got {int(wrong[0])}"
+                f"{name} must be in [0, {vocab}) or {ignore_index}, got {int(wrong[0])}"
             )
-    return dtype
