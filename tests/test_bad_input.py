@@ -153,7 +153,7 @@ BAD_OPTIONS = [
     ("generate", "--seed", "-1"),
     ("generate", "--device", "mps"),
     ("generate", "--device", "cuda:99"),
-    ("generate", "--device", "tpu"),
+    ("generate", "--device", "cpu:1"),
     ("generate", "--device", "mkldnn"),
     ("generate", "--nosuch", "1"),
     ("eval", "--batch-size", "0"),

@@ -25,7 +25,7 @@ def choose_device(device: str | torch.device | None, local_rank: int | None) -> 
         chosen = torch.device(device) if str(device).startswith(("cpu", "cuda")) else None
     except (RuntimeError, TypeError):
         chosen = None
-    if chosen is None:
+    if chosen is None or (chosen.type == "cpu" and chosen.index):  # there is one CPU, number 0
         raise UserError(f"device must be cpu, cuda or cuda:N, got {str(device)!r}")
     if chosen.type == "cpu":
         return chosen

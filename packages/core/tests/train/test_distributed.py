@@ -184,7 +184,7 @@ def test_an_impossible_place_among_processes_is_named(monkeypatch, changes, name
     assert len(str(error.value)) < 500
 
 
-@pytest.mark.parametrize("device", ["cdua", "mps", "cuda:99", "meta", 1.5, []])
+@pytest.mark.parametrize("device", ["cdua", "mps", "cpu:1", "cuda:99", "meta", 1.5, []])
 def test_a_device_that_is_not_there_is_named(device):
     with pytest.raises(UserError) as error:
         choose_device(device, None)
