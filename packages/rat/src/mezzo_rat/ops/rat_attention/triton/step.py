@@ -177,7 +177,7 @@ def step(x: Tensor, bias: Tensor | None, state: RATState, form: Form) -> Tensor:
     angles: tuple[Tensor | None, Tensor | None] = (None, None)
     if form.rope is not None:
         places = N if form.rope == "chunk" else N * form.chunk_size
-        angles = _angles(next_power_of_2(places + 1), D, form.rope_base, device=x.device)
+        angles = _angles(next_power_of_2(places) + 1, D, form.rope_base, device=x.device)
     scale2, rope = form.scale * LOG2_E, form.rope or "none"
     strides = x.stride(0), state.k_ends.stride(0)
     settings = {"L": form.chunk_size, "G": G, "H": H, "D": D, "SPLITS": splits, "ROPE": rope}
