@@ -7,6 +7,7 @@ import pytest
 import torch
 from mezzo_core.errors import UserError
 from mezzo_core.hub import MezzoConfig, MezzoForCausalLM
+from mezzo_core.hub.model import CACHE
 from mezzo_core.hub.replace import replace_attention
 from mezzo_core.nn import AttentionConfig, LMConfig
 from toys.running_mean import RunningMeanConfig
@@ -137,6 +138,17 @@ def test_an_assistant_saves_calls_and_changes_no_token(kind, layers, mixer):
         assert torch.equal(found, plain)
         assert len(calls) <= most
     assert len(calls) > 8  # some of it went back
+
+
+@pytest.mark.parametrize(("kind", "layers", "mixer"), CASES[:3])
+def test_an_assistant_goes_on_from_the_cache_of_an_earlier_turn(kind, layers, mixer):
+    model = replace_attention(original(kind), mixer, layers)
+    first = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, return_dict_in_generate=1)
+    prompt, cache = torch.cat([first.sequences, torch.tensor([[4, 5]])], 1), first[CACHE]
+    given = {"assistant_model": drafting(deepcopy(model)), CACHE: cache}
+    again = model.generate(prompt, max_new_tokens=8, **given)
+    assert torch.equal(again, model.generate(prompt, max_new_tokens=8))
+    assert cache.get_seq_length() < again.shape[1]  # it read no token twice
 
 
 def test_it_assists_a_llama_and_a_model_of_ours_and_is_assisted_by_both():

@@ -292,3 +292,17 @@ def room_to_go_back(config: GenerationConfig, mode: GenerationMode) -> int:
     if config.is_assistant:
         return config.max_new_tokens + 1
     return int(mode == GenerationMode.ASSISTED_GENERATION)
+
+
+def read_only_new(tokens: Tensor, cache: Any, options: dict[str, Any]) -> None:
+    """Let `prepare_inputs_for_generation`, by its options, give only tokens that are not cached.
+
+    With an assistant, transformers would read the tokens of a given cache again. As where there is
+    none, a mask that is longer than the tokens tells that only new ones are given.
+    """
+    is_told = options.get("next_sequence_length", 0) is not None
+    if is_told or not options.get("is_first_iteration") or not isinstance(cache, Cache):
+        return
+    mask, length = options.get("attention_mask"), tokens.shape[1]
+    if (new := length - cache.get_seq_length()) > 0 and (mask is None or mask.shape[1] == length):
+        options["next_sequence_length"] = new

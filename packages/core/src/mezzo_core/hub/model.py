@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from mezzo_core.errors import UserError
-from mezzo_core.hub.cache import MezzoCache, room_to_go_back
+from mezzo_core.hub.cache import MezzoCache, read_only_new, room_to_go_back
 from mezzo_core.hub.config import MezzoConfig
 from mezzo_core.hub.padding import Padding
 from mezzo_core.nn.init import init_weights
@@ -255,18 +255,8 @@ class MezzoForCausalLM(PreTrainedModel, GenerationMixin):
 
     @wraps(GenerationMixin.prepare_inputs_for_generation)
     def prepare_inputs_for_generation(self, *arguments: Any, **options: Any) -> dict[str, Any]:
-        """Prepare a step; PEFT looks for the cache by the name of older versions.
-
-        With an assistant, transformers would read the tokens of a given cache again. As where there
-        is none, a mask that is longer than the tokens tells that only new ones are given.
-        """
-        cache, mask = options.get(CACHE), options.get("attention_mask")
-        is_told = options.get("next_sequence_length", 0) is not None
-        if options.get("is_first_iteration") and isinstance(cache, MezzoCache) and not is_told:
-            length = arguments[0].shape[1]
-            is_whole = mask is None or mask.shape[1] == length
-            if is_whole and length > cache.get_seq_length():
-                options["next_sequence_length"] = length - cache.get_seq_length()
+        """Prepare a step; PEFT looks for the cache by the name of older versions."""
+        read_only_new(arguments[0], options.get(CACHE), options)
         given: dict[str, Any] = super().prepare_inputs_for_generation(*arguments, **options)
         if CACHE in given:
             given.setdefault("past_key_values", given[CACHE])

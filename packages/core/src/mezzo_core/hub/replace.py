@@ -6,7 +6,7 @@ for "llama"), so that `from_pretrained` reads what their `save_pretrained` wrote
 
 import inspect
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any, cast
 
 import torch
@@ -28,7 +28,7 @@ from transformers.generation import GenerationMode
 
 from mezzo_core.config_json import from_json, to_json
 from mezzo_core.errors import UserError
-from mezzo_core.hub.cache import HeldState, MixerLayer, room_to_go_back
+from mezzo_core.hub.cache import HeldState, MixerLayer, read_only_new, room_to_go_back
 from mezzo_core.hub.config import MezzoConfig
 from mezzo_core.hub.model import CACHE
 from mezzo_core.hub.padding import Padding
@@ -204,11 +204,19 @@ def _with_mixers(kind: str, config: type, model: type) -> tuple[Any, Any]:
                         cache.layers.append(cache.layer_class_to_replicate())
                     part.held_in(cache, batch).allow_rollback(room)
 
+    prepare = cast(Any, model).prepare_inputs_for_generation
+
+    @wraps(prepare)
+    def prepare_inputs(self: Any, *arguments: Any, **options: Any) -> Any:
+        read_only_new(arguments[0], options.get(CACHE), options)
+        return prepare(self, *arguments, **options)
+
     named = {"model_type": _PREFIX + kind, "__module__": __name__}
     config_class = cast(Any, type(f"Mezzo{config.__name__}", (config,), named))
     own = {
         "__init__": init,
         "_prepare_cache_for_generation": prepare_cache,
+        "prepare_inputs_for_generation": prepare_inputs,
         "config_class": config_class,
         "__module__": __name__,
     }
