@@ -60,6 +60,7 @@ def _run_ops_in_poisoned_memory(request: pytest.FixtureRequest) -> None:
 
 
 # The same examples in every run; `pytest --hypothesis-profile=thorough` draws many, and new ones.
+# A test that is slow takes a part of `settings().max_examples`, so that it draws more then too.
 settings.register_profile("steady", deadline=None, derandomize=True)
 settings.register_profile("thorough", deadline=None, max_examples=5000)
 settings.load_profile("steady")

@@ -108,7 +108,7 @@ trees = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=settings().max_examples // 4)
 @given(config=trees)
 def test_a_configuration_comes_back_equal(config):
     back = there_and_back(config)

@@ -15,7 +15,7 @@ from mezzo_core.positions import (
     sequence_positions,
 )
 
-some = settings(max_examples=25, deadline=None)
+some = settings(max_examples=settings().max_examples // 4)
 
 
 def rotated(x, positions, base=10_000.0):

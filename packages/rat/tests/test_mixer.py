@@ -35,7 +35,7 @@ def test_kernels_keep_every_law(config, law):
     LAWS[law](mixer.cuda())  # drawn on the CPU: the same weights everywhere
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=settings().max_examples // 6)
 @given(
     splits=st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any),
     chunk_size=st.integers(1, 8),
@@ -135,7 +135,7 @@ def test_the_ablation_has_the_same_number_of_weights():
     assert sizes[0] == sizes[1]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=settings().max_examples // 4)
 @given(num_tokens=st.integers(1, 200), chunk_size=st.integers(1, 250))
 def test_mean_logits_count_earlier_ends_and_the_token_itself(num_tokens, chunk_size):
     counted = sum(t // chunk_size + 1 for t in range(num_tokens)) / num_tokens

@@ -66,7 +66,7 @@ def targets_of(batches):
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=settings().max_examples // 4)
 @given(
     lengths=LENGTHS, seq_len=st.integers(1, 7), batch_size=st.integers(1, 5), seed=st.integers(0, 9)
 )
@@ -89,7 +89,7 @@ def test_every_token_is_in_one_part_and_predicted_once(lengths, seq_len, batch_s
     assert data.num_train_tokens + data.validation.num_targets == sum(lengths) + len(lengths)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=settings().max_examples // 4)
 @given(lengths=LENGTHS, seq_len=st.integers(1, 7), batch_size=st.integers(1, 5))
 def test_epochs_have_each_window_once_and_differ(lengths, seq_len, batch_size):
     data = numbered([*lengths, 40], seq_len)
@@ -125,7 +125,7 @@ def test_targets_are_the_next_tokens(mask_documents):
         assert bool(number.any())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=settings().max_examples // 4)
 @given(lengths=LENGTHS, seq_len=st.integers(1, 9), batch_size=st.integers(1, 4))
 def test_masked_documents_end_where_the_end_token_is(lengths, seq_len, batch_size):
     data = numbered([*lengths, 40], seq_len, mask_documents=True)
@@ -199,7 +199,7 @@ def test_parts_join_to_the_batch(mask_documents, count):
             [batch.part(i, wrong) for i in range(wrong)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=settings().max_examples // 4)
 @given(lengths=LENGTHS, fraction=st.floats(0.01, 0.99), seed=st.integers(0, 5))
 def test_the_split_keeps_documents_whole_and_has_both_sides(lengths, fraction, seed):
     ends = np.cumsum(lengths)
@@ -324,7 +324,7 @@ def test_all_of_a_text_can_be_held_out(lengths, mask_documents):
         data.train_batch(0, 1)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=settings().max_examples // 4)
 @given(lengths=LENGTHS, seq_len=st.integers(1, 7), mask_documents=st.booleans())
 def test_the_validation_bytes_are_those_of_the_targets(lengths, seq_len, mask_documents):
     data = numbered([*lengths, 9], seq_len, mask_documents)

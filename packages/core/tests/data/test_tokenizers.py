@@ -15,7 +15,7 @@ KINDS = ("byte", "json", "gpt2", "later", "llama", "sentencepiece")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=settings().max_examples // 4)
 @given(text=st.text(st.characters(exclude_characters="▁", exclude_categories=["Cs"])))
 def test_text_survives_the_round_trip(names, kind, text):
     if kind == "sentencepiece":
@@ -73,7 +73,7 @@ def test_a_lone_space_counts_where_spaces_at_the_start_are_dropped(tmp_path, tra
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=settings().max_examples // 4)
 @given(text=st.text(st.characters(exclude_characters="▁\0\ufffd", exclude_categories=["Cs"])))
 def test_streamed_text_is_the_text_with_no_half_character(names, kind, text):
     tokenizer = load_tokenizer(names[kind])
@@ -134,7 +134,7 @@ def test_a_stop_text_may_begin_with_the_first_space(names, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=settings().max_examples // 4)
 @given(text=st.text(st.characters(exclude_characters="▁\0", exclude_categories=["Cs"])))
 def test_what_follows_a_text_gets_no_space_more(names, kind, text):
     tokenizer = load_tokenizer(names[kind])

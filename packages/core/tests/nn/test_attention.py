@@ -45,7 +45,7 @@ AS_OTHERS = {"nope", "alibi", "layer norms", "wide", "narrow and scaled"}
 AS_OTHERS |= {"normed", "normed by head"}
 """Forms whose state has the layout of another form's."""
 configs = pytest.mark.parametrize("name", CONFIGS)
-some = settings(max_examples=15, deadline=None)
+some = settings(max_examples=settings().max_examples // 6)
 
 
 def build(config):

@@ -16,8 +16,7 @@ from mezzo_core.nn.graphs import Graphs
 from mezzo_core.nn.sampler import NO_TOKEN, Sampler
 
 few = settings(
-    max_examples=15,
-    deadline=None,
+    max_examples=settings().max_examples // 6,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 prompts_strategy = st.lists(

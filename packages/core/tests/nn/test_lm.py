@@ -16,8 +16,7 @@ from mezzo_core.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
 few = settings(
-    max_examples=15,
-    deadline=None,
+    max_examples=settings().max_examples // 6,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 

@@ -109,7 +109,7 @@ def test_scan_is_the_recurrence_with_all_its_gradients(case, impl):
     assert_same(grads(scan(impl, **options), inputs, dout), expected, rtol=1e-12)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=settings().max_examples // 6)
 @given(
     st.integers(1, 2),
     st.sampled_from([1, 16, 17, 63, 100]),
@@ -129,7 +129,7 @@ def test_triton_equals_the_reference(B, T, D, chunk_size, with_state, seed):
     assert_same(grads(scan("triton", **options), inputs, dout), expected, rtol=1e-6)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=settings().max_examples // 5)
 @given(
     st.lists(st.integers(0, 20), min_size=1, max_size=6),
     st.sampled_from([None, 1, 4, 16]),
@@ -157,7 +157,7 @@ def test_a_packed_sequence_equals_itself_alone(lengths, chunk_size, with_state, 
             assert_close("final_state", final_state[i : i + 1], alone.final_state, rtol=1e-6)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=settings().max_examples // 6)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=5), st.integers(0, 1000))
 def test_segments_with_their_states_equal_the_whole(splits, seed):
     inputs, _, _ = problem((2, sum(splits), None, None, True), seed=seed)

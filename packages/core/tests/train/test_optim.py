@@ -25,7 +25,7 @@ def test_the_rate_rises_to_lr_and_ends_at_min_lr():
     assert rates(OptimConfig(lr=1.0, warmup_fraction=0.29), 100)[28] == 1.0  # 28.999999999999996
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=settings().max_examples // 4)
 @given(st.integers(1, 400), st.floats(0, 1))
 def test_the_rate_rises_then_falls_and_stays_between(steps, warmup):
     config = OptimConfig(lr=2e-3, min_lr=1e-5, warmup_fraction=warmup)

@@ -20,7 +20,7 @@ def both(inputs, **form):
     assert_same(partial(call, chunk_gla, **form), partial(call, recurrent_gla, **form), inputs)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=settings().max_examples // 4)
 @given(
     T=st.integers(1, 70),
     heads=st.sampled_from(HEADS),

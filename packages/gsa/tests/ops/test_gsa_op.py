@@ -30,7 +30,7 @@ def test_chunk_form_equals_the_definition_with_all_gradients(T, gates):
     both(draw(2, T, gates=gates), scale=0.7)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=settings().max_examples // 4)
 @given(
     T=st.integers(1, 80),
     heads=st.sampled_from(HEADS),
@@ -45,7 +45,7 @@ def test_any_shape_and_form_equals_the_definition(T, heads, widths, gates, stren
     both(inputs, scale=0.7, between=between)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=settings().max_examples // 6)
 @given(
     B=st.integers(1, 3),
     T=st.sampled_from([1, 63, 64, 65, 100, 200]),

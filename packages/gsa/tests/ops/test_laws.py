@@ -75,7 +75,7 @@ def test_query_heads_read_the_head_of_their_group(op, draw):
 
 
 @families
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=settings().max_examples // 6)
 @given(
     data=st.data(),
     lengths=st.lists(st.integers(0, 80), min_size=1, max_size=6).filter(any),
@@ -101,7 +101,7 @@ def test_packed_sequences_equal_each_alone_with_all_gradients(
 
 
 @families
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=settings().max_examples // 5)
 @given(
     data=st.data(),
     splits=st.lists(st.integers(0, 90), min_size=1, max_size=5),

@@ -49,7 +49,7 @@ def rows(inputs, row):
     return {name: x if name == "gate_bias" else x[row : row + 1] for name, x in inputs.items()}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=settings().max_examples // 4)
 @given(
     T=st.integers(1, 13),
     L=st.integers(1, 15),
@@ -146,7 +146,7 @@ def test_packed_gradients_are_those_of_finite_differences():
     )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=settings().max_examples // 5)
 @given(
     splits=st.lists(st.integers(0, 7), min_size=1, max_size=5).filter(any),
     L=st.integers(1, 6),
@@ -167,7 +167,7 @@ def test_segments_through_a_state_equal_the_whole(splits, L, rope, seed):
         assert state.k_ends.shape[1] == -(-sum(splits) // L), "no more slots than chunks"
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=settings().max_examples // 6)
 @given(
     calls=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=1, max_size=4),
     L=st.integers(1, 5),
@@ -196,7 +196,7 @@ def test_rows_of_different_lengths_each_equal_their_own_whole(calls, L, seed):
             assert_close(f"row {row}", torch.cat(outputs[row], 1), whole, rtol=1e-5)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=settings().max_examples // 5)
 @given(
     lengths=st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any),
     L=st.integers(1, 6),

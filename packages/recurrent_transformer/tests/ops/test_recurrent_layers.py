@@ -81,7 +81,7 @@ def test_tiles_of_several_leaves_equal_the_definition(
     check(case, n, block_size=block_size)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=settings().max_examples // 3)
 @given(
     n=st.integers(1, 4),
     B=st.integers(1, 3),
@@ -114,7 +114,7 @@ def test_tiles_equal_the_definition_at_any_shape(
     )  # fmt: skip
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=settings().max_examples // 8)
 @given(
     T=st.sampled_from([0, 1, 15, 16, 17, 33]),
     seen=st.lists(st.integers(0, 19), min_size=1, max_size=3),
