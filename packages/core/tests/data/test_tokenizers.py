@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mezzo_core.data import StreamDecoder, load_tokenizer, stop_texts
 from mezzo_core.data.continuations import Continuations
@@ -74,6 +74,7 @@ def test_a_lone_space_counts_where_spaces_at_the_start_are_dropped(tmp_path, tra
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=settings().max_examples // 4)
+@example(text=" ")
 @given(text=st.text(st.characters(exclude_characters="▁\0\ufffd", exclude_categories=["Cs"])))
 def test_streamed_text_is_the_text_with_no_half_character(names, kind, text):
     tokenizer = load_tokenizer(names[kind])

@@ -28,8 +28,9 @@ class StreamDecoder:
                 would drop the space before the first word of a continuation.
         """
         self._tokenizer = tokenizer
-        # Tokens whose text was returned: the newest that have any. The first of them begins a
-        # character, since a run of byte tokens decodes to a text only if all of it is UTF-8.
+        # Tokens whose text was returned: the newest that have any, or all if none has. The first of
+        # them begins a character, since a run of byte tokens decodes to a text only if all of it is
+        # UTF-8.
         self._done = list(before)
         self._waiting: list[int] = []
 
@@ -46,6 +47,9 @@ class StreamDecoder:
             return ""
         if new:
             self._done = self._waiting
+        elif not self._tokenizer.decode(self._done):
+            # It may be the space that SentencePiece drops before a text: it drops only one.
+            self._done += self._waiting
         self._waiting = []
         return new
 
