@@ -54,7 +54,8 @@ def test_triton_equals_the_reference(data):
     bias, norm = data.draw(st.booleans()), data.draw(st.booleans())
     inputs = problem(1, N, K, bias=bias, norm=norm, seed=data.draw(st.integers(0, 99)))
     expected = decode_linear(**inputs, impl="reference")
-    assert_close("y", decode_linear(**inputs, impl="triton"), expected, rtol=1e-5)
+    y = decode_linear(**inputs, impl="triton")
+    assert_close("y", y, expected, rtol=1e-5, atol=1e-6)  # a row of one number may be near zero
 
 
 @pytest.mark.parametrize("dtype", LOW)

@@ -103,8 +103,8 @@ def test_tiles_of_several_leaves_equal_the_definition(
 def test_tiles_equal_the_definition_at_any_shape(
     n, B, T, H, D, F, norm, persistent_norm, block_size, alibi, residual_scale, dtype, seed
 ):
-    if D * H == 1 and norm == "layer":
-        return  # standardizing one number gives noise
+    if D * H == 1 and norm != "none":
+        return  # of one number a norm leaves noise, or the sign, whose gradients are noise
     case = (B, T, {})
     more = {"persistent_norm": persistent_norm, "block_size": block_size}
     sizes = (n, H, D, F)
