@@ -80,7 +80,7 @@ def scan(impl="auto", **options):
     )
 
 
-def assert_same(got, expected, *, rtol, low=None, rtol_a=None):
+def assert_same(got, expected, *, rtol, low=None, rtol_a=None, atol=0.0):
     """Compare (outputs, gradients) pairs; float32 results of low inputs keep float32's rule."""
     found, wanted, lows = (flat(pair) for pair in (got, expected, low or expected))
     for name, value in found.items():
@@ -93,6 +93,7 @@ def assert_same(got, expected, *, rtol, low=None, rtol_a=None):
             rtol=1e-5 if exact else allowed,
             low=None if exact or low is None else lows[name],
             factor=3.0 if name.startswith("d") else 2.0,
+            atol=atol,
         )
 
 
@@ -126,7 +127,8 @@ def test_triton_equals_the_reference(B, T, D, chunk_size, with_state, seed):
         (B, T, chunk_size, None, with_state), D, device=DEVICE, seed=seed
     )
     expected = grads(scan("reference", **options), inputs, dout)
-    assert_same(grads(scan("triton", **options), inputs, dout), expected, rtol=1e-6)
+    found = grads(scan("triton", **options), inputs, dout)
+    assert_same(found, expected, rtol=1e-6, atol=1e-7)  # one number may be near zero
 
 
 @settings(max_examples=settings().max_examples // 5)
