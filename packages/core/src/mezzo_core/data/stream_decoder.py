@@ -28,9 +28,8 @@ class StreamDecoder:
                 would drop the space before the first word of a continuation.
         """
         self._tokenizer = tokenizer
-        # Tokens whose text was returned: the newest that have any, or all if none has. The first of
-        # them begins a character, since a run of byte tokens decodes to a text only if all of it is
-        # UTF-8.
+        # Tokens whose text was returned: the newest that have any. The first of them begins a
+        # character, since a run of byte tokens decodes to a text only if all of it is UTF-8.
         self._done = list(before)
         self._waiting: list[int] = []
 
@@ -47,8 +46,8 @@ class StreamDecoder:
             return ""
         if new:
             self._done = self._waiting
-        elif not self._tokenizer.decode(self._done):
-            # It may be the space that SentencePiece drops before a text: it drops only one.
+        elif self._tokenizer.token_bytes(token):
+            # This is the space that SentencePiece drops before a text; it keeps that of the next.
             self._done += self._waiting
         self._waiting = []
         return new
