@@ -326,14 +326,18 @@ def test_a_larger_vocabulary_is_saved_and_read(model, tmp_path):
         ({"position_ids": torch.arange(1, 21)[None]}, "position_ids must count the real tokens"),
         ({"labels": TOKENS.float()}, r"labels must be int64 of shape \(8, 20\), got torch.float32"),
         ({"labels": TOKENS[:, 1:]}, r"labels must be int64 .* of shape \(8, 19\)"),
-        ({"labels": TOKENS + 100}, r"labels must be in \[0, 17\) or -100, got 101"),
         ({"input_ids": TOKENS[0]}, r"input_ids must be \(B, T\), got \(20,\)"),
         ({"output_attentions": True}, "does not take output_attentions"),
     ],
 )
 def test_what_it_does_not_take_is_one_line(model, given, words):
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(UserError, match=words):
         model(**{"input_ids": TOKENS, **given})
+
+
+def test_labels_beyond_the_vocabulary_are_named(model):
+    with pytest.raises(ValueError, match=r"labels must be in \[0, 17\) or -100, got 101"):
+        model(TOKENS, labels=TOKENS + 100)
 
 
 def test_embeddings_take_the_place_of_tokens(model):

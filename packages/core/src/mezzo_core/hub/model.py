@@ -318,9 +318,9 @@ def _tokens(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
     if (input_ids is None) == (inputs_embeds is None):
         raise UserError("give one of input_ids and inputs_embeds")
     given: Any = inputs_embeds if input_ids is None else input_ids
-    name, sizes = ("inputs_embeds", "B, T, C") if input_ids is None else ("input_ids", "B, T")
-    if given.ndim != len(sizes.split()):
-        raise UserError(f"{name} must be ({sizes}), got {tuple(given.shape)}")
+    name, axes = ("inputs_embeds", "BTC") if input_ids is None else ("input_ids", "BT")
+    if given.ndim != len(axes):
+        raise UserError(f"{name} must be ({', '.join(axes)}), got {tuple(given.shape)}")
     return given.long() if given.dtype == torch.int32 else given
 
 
