@@ -54,8 +54,8 @@ def test_triton_equals_the_reference(data):
     bias, norm = data.draw(st.booleans()), data.draw(st.booleans())
     inputs = problem(1, N, K, bias=bias, norm=norm, seed=data.draw(st.integers(0, 99)))
     expected = decode_linear(**inputs, impl="reference")
-    y = decode_linear(**inputs, impl="triton")
-    assert_close("y", y, expected, rtol=1e-5, atol=1e-6)  # a row of one number may be near zero
+    y, atol = decode_linear(**inputs, impl="triton"), 1e-6 if N < 4 else 0.0  # all may be near zero
+    assert_close("y", y, expected, rtol=1e-5, atol=atol)
 
 
 @pytest.mark.parametrize("dtype", LOW)

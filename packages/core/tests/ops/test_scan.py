@@ -128,7 +128,8 @@ def test_triton_equals_the_reference(B, T, D, chunk_size, with_state, seed):
     )
     expected = grads(scan("reference", **options), inputs, dout)
     found = grads(scan("triton", **options), inputs, dout)
-    assert_same(found, expected, rtol=1e-6, atol=1e-7)  # one number may be near zero
+    atol = 1e-7 if B * D < 4 else 0.0  # all numbers of a state may be near zero
+    assert_same(found, expected, rtol=1e-6, atol=atol)
 
 
 @settings(max_examples=settings().max_examples // 5)

@@ -94,21 +94,26 @@ def test_tiles_of_several_leaves_equal_the_definition(
     block_size=st.sampled_from([1, 1, 2, 4, 5, 16, 32, 50]),
     alibi=st.booleans(),
     residual_scale=st.sampled_from([0.0, -0.5, 0.3, 1.0]),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
     seed=st.integers(0, 1000),
 )
-@example(3, 2, 37, 2, 4, 7, "layer", False, 5, True, 0.3, 0)
-@example(4, 1, 17, 2, 4, 7, "none", False, 16, True, 0.3, 0)
-@example(2, 1, 37, 2, 4, 7, "rms", True, 50, True, 0.3, 0)
+@example(3, 2, 37, 2, 4, 7, "layer", False, 5, True, 0.3, torch.float64, 0)
+@example(4, 1, 17, 2, 4, 7, "none", False, 16, True, 0.3, torch.float64, 0)
+@example(2, 1, 37, 2, 4, 7, "rms", True, 50, True, 0.3, torch.float64, 0)
 def test_tiles_equal_the_definition_at_any_shape(
-    n, B, T, H, D, F, norm, persistent_norm, block_size, alibi, residual_scale, seed
+    n, B, T, H, D, F, norm, persistent_norm, block_size, alibi, residual_scale, dtype, seed
 ):
-    """In float64: few channels may all be near zero, and a norm then magnifies rounding."""
-    if D * H == 1 and norm != "none":
-        return  # of one number a norm leaves noise, or the sign, whose gradients are noise
+    if D * H == 1 and norm == "layer":
+        return  # standardizing one number gives noise
+    if D * H < 8:
+        dtype = EXACT  # few channels may all be near zero, and a norm then magnifies rounding
     case = (B, T, {})
     more = {"persistent_norm": persistent_norm, "block_size": block_size}
     sizes = (n, H, D, F)
-    check(case, *sizes, norm=norm, alibi=alibi, seed=seed, residual_scale=residual_scale, **more)
+    check(
+        case, *sizes, norm=norm, alibi=alibi, dtype=dtype, seed=seed, **more,
+        residual_scale=residual_scale,
+    )  # fmt: skip
 
 
 @settings(max_examples=settings().max_examples // 8)
